@@ -1,0 +1,38 @@
+# The two commands of a newcomer: `make demo` and `make test`. Each sets everything up itself.
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.stamp
+NATIVE := $(shell find csrc -name '*.cpp' -o -name '*.hpp')
+
+.PHONY: demo test test-slow lint format bench clean
+
+$(STAMP): pyproject.toml setup.py $(NATIVE)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check "$(TORCH)" numpy pybind11 ninja setuptools wheel
+	$(BIN)/pip install -q --disable-pip-version-check --no-build-isolation -e ".[test,dev]"
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/zbpipe demo $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(NATIVE)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info zbpipe/_native*.so

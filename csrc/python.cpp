@@ -1,0 +1,2 @@
+#include <pybind11/pybind11.h>
+PYBIND11_MODULE(_native, m) { m.doc() = "zbpipe's native executor"; }

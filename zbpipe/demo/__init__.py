@@ -1,0 +1,1 @@
+"""The model and the text that `zbpipe demo` trains."""

@@ -1,0 +1,1 @@
+"""Cutting a model into stages, and splitting its backward into I and W."""

@@ -1,0 +1,1 @@
+"""Running a Program: the pipeline object, its ranks, its boundaries."""

@@ -1,0 +1,1 @@
+"""Schedules: who does what, in what order. Pure Python, never imports torch."""
