@@ -22,7 +22,7 @@ class NinjaBuild(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         out = Path(self.get_ext_fullpath(ext.name)).resolve()
-        work = Path(self.build_temp).resolve()
+        work = ROOT.resolve() / "build" / ("native-" + sysconfig.get_platform())
         out.parent.mkdir(parents=True, exist_ok=True)
         work.mkdir(parents=True, exist_ok=True)
         (work / "build.ninja").write_text(ninja_file(out, work))

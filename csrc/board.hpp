@@ -1,0 +1,93 @@
+/// The board: one page a rank that every rank of the host sees. It carries the abort word with the
+/// first error, and what each rank is doing, so that a rank that dies or stalls can be named.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "memory.hpp"
+#include "sync.hpp"
+
+namespace zb {
+
+/// What an instruction is about; -1 and '-' where it does not apply.
+struct Tag {
+  int32_t stage = -1;
+  int32_t microbatch = -1;
+  char kind = '-';
+};
+
+/// The first error of a pipeline, as every rank reports it.
+struct Failure {
+  int32_t rank = -1;
+  Tag tag;
+  /// 'r'aised, 'd'ied, 's'talled, 'i'nterrupted, 'x' invalid input
+  char cause = '-';
+  std::string message;
+};
+
+class Board {
+ public:
+  static std::shared_ptr<Board> create(int ranks);
+  static std::shared_ptr<Board> open(int pid, int fd, int ranks);
+
+  int fd() const { return file_->fd(); }
+  int ranks() const { return ranks_; }
+
+  /// Says that `rank` lives in this process and is ready.
+  void enter(int rank);
+  /// Says that `rank` has ended in order; nobody has to wait for it any more.
+  void leave(int rank);
+  void begin_step(int rank);
+  void end_step(int rank);
+  uint32_t steps(int rank) const;
+  /// Publishes what the compute lane of `rank` does from now on.
+  void running(int rank, const Tag& tag);
+  void waiting(int rank);
+
+  /// The first call wins; later ones are dropped, since they are consequences.
+  void abort(const Failure& failure);
+  bool aborted() const { return head_->word.load(std::memory_order_acquire) != 0; }
+  /// The failure; call only when aborted().
+  Failure failure() const;
+
+  /// Called by a wait of `rank` that has found nothing for a slice: looks for dead ranks, and, when
+  /// no rank has moved for `timeout_ns` (counted from `since` at the earliest), for the one that
+  /// stalls. Aborts the board with its name. Returns aborted().
+  bool supervise(int rank, int64_t since, int64_t timeout_ns);
+
+ private:
+  enum State : uint32_t { kAbsent, kOutside, kWaiting, kRunning, kLeft };
+  struct Head {
+    Word word;  // 0 healthy, 1 being written, 2 published
+    int32_t rank;
+    Tag tag;
+    char cause;
+    char message[3072];
+  };
+  struct Entry {
+    Word state;
+    Word steps;
+    std::atomic<int64_t> since;
+    std::atomic<int32_t> stage, microbatch;
+    std::atomic<char> kind;
+    std::atomic<int32_t> pid;
+  };
+
+  Board(std::shared_ptr<File> file, int ranks);
+  Entry& entry(int rank) const { return entries_[rank]; }
+  Tag tag_of(int rank) const;
+  void touch(int rank, State state);
+  bool gone(int rank);
+  Failure stalled(int rank, int64_t timeout_ns) const;
+
+  std::shared_ptr<File> file_;
+  std::unique_ptr<Mapping> map_;
+  int ranks_;
+  Head* head_;
+  Entry* entries_;
+};
+
+}  // namespace zb

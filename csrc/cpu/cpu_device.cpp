@@ -1,0 +1,64 @@
+
+#include "cpu/cpu_device.hpp"
+
+#include <algorithm>
+
+namespace zb {
+namespace {
+
+// Every fourth empty slice looks for dead and stalled ranks: a few system calls a rank.
+constexpr int kSlicesPerLook = 4;
+
+}  // namespace
+
+CpuDevice::CpuDevice(std::shared_ptr<Board> board, int rank, int64_t timeout_ns)
+    : board_(std::move(board)), rank_(rank), timeout_ns_(timeout_ns) {
+  await_ = [this](const Word& word, uint32_t value) { return await(word, value); };
+}
+
+void CpuDevice::begin(const Program& program) {
+  while (lanes_.size() < program.by_lane.size()) lanes_.push_back(std::make_unique<Counter>());
+  for (auto& lane : lanes_) lane->finished.store(0, std::memory_order_relaxed);
+}
+
+bool CpuDevice::await(const Word& word, uint32_t value) const {
+  uint32_t seen = word.load(std::memory_order_acquire);
+  if (reached(seen, value)) return !board_->aborted();
+  int64_t since = now_ns();
+  int64_t slice = std::min(kSliceNs, std::max<int64_t>(timeout_ns_ / kSlicesPerLook, 1'000'000));
+  for (int empty = 0; !reached(seen, value); seen = word.load(std::memory_order_acquire)) {
+    if (board_->aborted()) return false;
+    if (futex_wait(word, seen, slice)) continue;
+    if (++empty % kSlicesPerLook == 0 && board_->supervise(rank_, since, timeout_ns_)) return false;
+  }
+  return true;
+}
+
+bool CpuDevice::wait(const Program& program, uint32_t instruction) {
+  uint32_t lane = program.instructions[instruction].lane;
+  return await(lanes_[lane]->finished, program.position[instruction] + 1);
+}
+
+void CpuDevice::signal(const Program& program, uint32_t instruction) {
+  Word& word = lanes_[program.instructions[instruction].lane]->finished;
+  word.store(program.position[instruction] + 1, std::memory_order_release);
+  if (program.instructions[instruction].signals) futex_wake(word);
+}
+
+bool CpuDevice::sleep(int64_t ns) {
+  int64_t end = now_ns() + ns;
+  for (int64_t left = ns; left > 0; left = end - now_ns()) {
+    if (board_->aborted()) return false;
+    timespec t = to_timespec(std::min(left, kSliceNs));
+    nanosleep(&t, nullptr);
+  }
+  return !board_->aborted();
+}
+
+bool CpuDevice::send(Sender& channel, int slot, const Message& message) {
+  return channel.send(slot, message, await_);
+}
+
+bool CpuDevice::receive(Receiver& channel, int slot) { return channel.receive(slot, await_); }
+
+}  // namespace zb

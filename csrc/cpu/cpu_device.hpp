@@ -1,0 +1,37 @@
+/// The CPU as a Device: events are counters of finished instructions, one a lane.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "board.hpp"
+#include "device.hpp"
+
+namespace zb {
+
+class CpuDevice : public Device {
+ public:
+  CpuDevice(std::shared_ptr<Board> board, int rank, int64_t timeout_ns);
+
+  void begin(const Program& program) override;
+  bool wait(const Program& program, uint32_t instruction) override;
+  void signal(const Program& program, uint32_t instruction) override;
+  bool sleep(int64_t ns) override;
+  bool send(Sender& channel, int slot, const Message& message) override;
+  bool receive(Receiver& channel, int slot) override;
+
+ private:
+  struct alignas(64) Counter {
+    Word finished{0};
+  };
+  /// Sleeps until `word` reaches `value`; looks after abort, dead ranks and the timeout meanwhile.
+  bool await(const Word& word, uint32_t value) const;
+
+  std::shared_ptr<Board> board_;
+  int rank_;
+  int64_t timeout_ns_;
+  Wait await_;
+  std::vector<std::unique_ptr<Counter>> lanes_;
+};
+
+}  // namespace zb

@@ -1,0 +1,223 @@
+#include "executor.hpp"
+
+#include <sys/prctl.h>
+
+#include <string>
+#include <thread>
+
+#include "cpu/cpu_device.hpp"
+
+namespace zb {
+
+/// Everything a lane's thread touches; a lane that is left behind keeps it alive.
+struct Executor::State {
+  State(std::shared_ptr<Board> b, int r, int64_t timeout_ns, ThreadHook h)
+      : board(std::move(b)), rank(r), hook(std::move(h)), device(board, rank, timeout_ns) {}
+
+  std::shared_ptr<Board> board;
+  int rank;
+  ThreadHook hook;
+  CpuDevice device;
+  std::vector<std::shared_ptr<Sender>> senders;
+  std::vector<std::shared_ptr<Receiver>> receivers;
+
+  // One run.
+  std::shared_ptr<const Program> program;
+  Callback callback;
+  std::vector<Message> outgoing;
+  std::vector<Times> times;
+  std::unique_ptr<std::atomic<bool>[]> over;
+
+  Word round{0};  // counts runs; lanes sleep on it
+  Word busy{0};   // lanes still in this run
+  std::atomic<bool> stopping{false};
+  pid_t owner = getpid();
+  std::vector<std::thread> lanes;
+  std::vector<std::unique_ptr<std::atomic<bool>>> exited;
+
+  void live(uint32_t lane, uint32_t seen);
+  void run_lane(uint32_t lane, bool& hooked);
+  bool run(uint32_t index, bool& hooked);
+  bool work(uint32_t index, const Instruction& instruction, bool& hooked);
+  void fail(const Instruction& instruction, const std::string& what);
+};
+
+void Executor::State::live(uint32_t lane, uint32_t seen) {
+  prctl(PR_SET_NAME, ("zb-lane" + std::to_string(lane)).c_str());
+  prctl(PR_SET_TIMERSLACK, 1UL);  // ns; the default of 50 µs would lengthen every sleep
+  bool hooked = false;
+  while (true) {
+    while (round.load(std::memory_order_acquire) == seen && !stopping)
+      futex_wait(round, seen, 3'600'000'000'000);
+    if (stopping) break;
+    ++seen;
+    if (lane < program->by_lane.size()) run_lane(lane, hooked);
+    if (busy.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+      board->end_step(rank);
+      futex_wake(busy);
+    }
+  }
+  if (hooked) hook(false);
+  *exited[lane] = true;
+}
+
+void Executor::State::run_lane(uint32_t lane, bool& hooked) {
+  for (uint32_t index : program->by_lane[lane]) {
+    const Instruction& instruction = program->instructions[index];
+    try {
+      if (!run(index, hooked)) return;
+    } catch (const std::exception& e) {
+      fail(instruction, e.what());
+      return;
+    }
+  }
+}
+
+void Executor::State::fail(const Instruction& instruction, const std::string& what) {
+  board->abort({rank, instruction.tag, 'r', what});
+}
+
+bool Executor::State::run(uint32_t index, bool& hooked) {
+  const Instruction& instruction = program->instructions[index];
+  for (uint32_t w : instruction.waits)
+    if (!device.wait(*program, w)) return false;
+  if (board->aborted()) return false;
+  times[index].start = now_ns();
+  bool ok = work(index, instruction, hooked);
+  times[index].end = now_ns();
+  if (!ok) return false;
+  over[index].store(true, std::memory_order_release);
+  device.signal(*program, index);
+  return true;
+}
+
+bool Executor::State::work(uint32_t index, const Instruction& instruction, bool& hooked) {
+  switch (instruction.work) {
+    case Work::kCallback: {
+      if (!hooked) {
+        hooked = true;
+        hook(true);
+      }
+      board->running(rank, instruction.tag);
+      bool ok = callback(index);
+      board->waiting(rank);
+      return ok;
+    }
+    case Work::kSleep: {
+      board->running(rank, instruction.tag);
+      bool ok = device.sleep(static_cast<int64_t>(instruction.amount));
+      board->waiting(rank);
+      return ok;
+    }
+    case Work::kSend: {
+      Message& message = outgoing[index];
+      if (message.pieces.empty() && message.header.empty()) message.payload = instruction.amount;
+      bool ok = device.send(*senders.at(instruction.channel), instruction.slot, message);
+      message = Message{};
+      return ok;
+    }
+    case Work::kReceive:
+      return device.receive(*receivers.at(instruction.channel), instruction.slot);
+  }
+  return false;
+}
+
+Executor::Executor(std::shared_ptr<Board> board, int rank, int64_t timeout_ns, ThreadHook hook)
+    : state_(std::make_shared<State>(std::move(board), rank, timeout_ns, std::move(hook))) {
+  ZB_CHECK(timeout_ns > 0, "the timeout must be positive");
+  state_->board->enter(rank);
+}
+
+Executor::~Executor() { stop(); }
+
+int Executor::add(std::shared_ptr<Sender> sender) {
+  state_->senders.push_back(std::move(sender));
+  return static_cast<int>(state_->senders.size()) - 1;
+}
+
+int Executor::add(std::shared_ptr<Receiver> receiver) {
+  state_->receivers.push_back(std::move(receiver));
+  return static_cast<int>(state_->receivers.size()) - 1;
+}
+
+void Executor::start(std::shared_ptr<const Program> program, Callback callback) {
+  State& s = *state_;
+  ZB_CHECK(s.busy.load() == 0, "the last run has not ended");
+  ZB_CHECK(!s.stopping, "this executor has stopped");
+  ZB_CHECK(s.owner == getpid(), "this executor belongs to the process that was forked");
+  size_t n = program->instructions.size();
+  s.program = std::move(program);
+  s.callback = std::move(callback);
+  s.outgoing.assign(n, Message{});
+  s.times.assign(n, Times{});
+  s.over = std::make_unique<std::atomic<bool>[]>(n);
+  for (size_t i = 0; i < n; ++i) s.over[i].store(false, std::memory_order_relaxed);
+  s.device.begin(*s.program);
+  s.board->begin_step(s.rank);
+  uint32_t seen = s.round.load();
+  while (s.lanes.size() < s.program->by_lane.size()) {
+    auto lane = static_cast<uint32_t>(s.lanes.size());
+    s.exited.push_back(std::make_unique<std::atomic<bool>>(false));
+    s.lanes.emplace_back([state = state_, lane, seen] { state->live(lane, seen); });
+  }
+  s.busy.store(static_cast<uint32_t>(s.lanes.size()));
+  store_and_wake(s.round, seen + 1);
+}
+
+bool Executor::join(int64_t ns) {
+  State& s = *state_;
+  int64_t end = now_ns() + ns;
+  for (uint32_t left = s.busy.load(std::memory_order_acquire); left != 0;
+       left = s.busy.load(std::memory_order_acquire)) {
+    int64_t remaining = end - now_ns();
+    if (remaining <= 0) return false;
+    futex_wait(s.busy, left, remaining);
+  }
+  if (!s.board->aborted())
+    for (auto& receiver : s.receivers) receiver->release_all();
+  return true;
+}
+
+void Executor::post(uint32_t instruction, Message message) {
+  ZB_CHECK(instruction < state_->outgoing.size() &&
+               state_->program->instructions[instruction].work == Work::kSend,
+           "a message is posted for an instruction that sends none");
+  state_->outgoing[instruction] = std::move(message);
+}
+
+bool Executor::finished(uint32_t instruction) const {
+  ZB_CHECK(instruction < state_->outgoing.size(), "no such instruction");
+  return state_->over[instruction].load(std::memory_order_acquire);
+}
+
+const std::vector<Times>& Executor::times() const { return state_->times; }
+
+const Receiver& Executor::receiver(int channel) const { return *state_->receivers.at(channel); }
+
+void Executor::stop() {
+  State& s = *state_;
+  if (s.stopping.exchange(true)) return;
+  if (s.owner != getpid()) {
+    // A forked child has the handles of threads that it does not have: never touch them.
+    new std::vector<std::thread>(std::move(s.lanes));
+    return;
+  }
+  if (s.busy.load() != 0) s.board->abort({s.rank, Tag{}, 'i', "the pipeline was closed in a step"});
+  s.board->leave(s.rank);
+  futex_wake(s.round);
+  // Lanes leave their waits within a slice; what takes much longer sits in a callback.
+  int64_t end = now_ns() + 20 * kSliceNs;
+  for (size_t i = 0; i < s.lanes.size(); ++i) {
+    while (!*s.exited[i] && now_ns() < end) {
+      futex_wake(s.round);
+      timespec t = to_timespec(200'000);
+      nanosleep(&t, nullptr);
+    }
+    if (*s.exited[i])
+      s.lanes[i].join();
+    else
+      s.lanes[i].detach();
+  }
+}
+
+}  // namespace zb
