@@ -1,1 +1,19 @@
-"""Schedules: who does what, in what order. Pure Python, never imports torch."""
+"""Schedules: who does what, in what order. Pure Python, never imports torch.
+
+`simulate`, `check` and `render` are imported from their own modules: they need `zbpipe.costs`,
+which itself needs `core`.
+"""
+
+from .core import Action, Schedule, linear_placement
+from .families import ALIASES, FAMILIES, build, forward_only, resolve
+
+__all__ = [
+    "ALIASES",
+    "FAMILIES",
+    "Action",
+    "Schedule",
+    "build",
+    "forward_only",
+    "linear_placement",
+    "resolve",
+]

@@ -1,0 +1,98 @@
+"""Plan: costs, the schedule chosen for them, its simulated timeline, and how good it can get."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .costs import Costs
+from .schedule.core import Action, Schedule
+from .schedule.render import text
+from .schedule.simulate import planned_peaks, simulate
+from .timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is going to run, and what is expected of it.
+
+    `bound`: seconds; no schedule with these costs and this placement has a smaller stage-objective
+    cost (largest span of a rank). For now it is the largest work of a rank, m · Σ (F + I + W) over
+    its stages: proven, but it knows nothing of ramps, transfers or memory.
+    """
+
+    costs: Costs
+    schedule: Schedule
+    timeline: Timeline
+    bound: float
+
+    @classmethod
+    def make(cls, schedule: Schedule, costs: Costs) -> Plan:
+        """Simulate `schedule`; raises ScheduleError if it cannot run."""
+        return cls(costs, schedule, simulate(schedule, costs), work_bound(schedule, costs))
+
+    @property
+    def cost(self) -> float:
+        """Seconds: the largest span of a rank, first to last action (the stage objective)."""
+        return max(map(self.timeline.span, range(self.schedule.ranks)))
+
+    @property
+    def gap(self) -> float:
+        """(cost - bound) / bound: at most this share is left to gain on the stage objective."""
+        return (self.cost - self.bound) / self.bound if self.bound > 0 else 0.0
+
+    def peak(self, rank: int) -> float:
+        """Bytes: activations and stash at their most, and the largest transient of a stage."""
+        return planned_peaks(self.schedule, self.costs)[rank]
+
+    def summary(self) -> str:
+        """The picture and the figures, a few lines of text."""
+        schedule, timeline = self.schedule, self.timeline
+        peaks = planned_peaks(schedule, self.costs)
+        return "\n".join(
+            [
+                f"{schedule.name or 'schedule'}: {schedule.stages} stages on {schedule.ranks} "
+                f"ranks, {schedule.microbatches} microbatches ({self.costs.source} costs)",
+                text(timeline),
+                f"step {timeline.makespan():.6g} s; bubble {timeline.bubble('stage'):.2%} (stage), "
+                f"{timeline.bubble('sync'):.2%} (sync)",
+                f"largest span {self.cost:.6g} s, bound {self.bound:.6g} s, gap {self.gap:.2%}",
+                f"peak {max(peaks):.6g} bytes on rank {peaks.index(max(peaks))}",
+            ]
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; `from_dict` reads it back to an equal Plan."""
+        return {
+            "costs": self.costs.to_dict(),
+            "schedule": {
+                "name": self.schedule.name,
+                "microbatches": self.schedule.microbatches,
+                "placement": list(self.schedule.placement),
+                "rows": [[str(action) for action in row] for row in self.schedule.rows],
+            },
+            "timeline": self.timeline.to_dict(),
+            "bound": self.bound,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+        """Inverse of `to_dict`."""
+        held = data["schedule"]
+        rows = tuple(tuple(Action.parse(cell) for cell in row) for row in held["rows"])
+        schedule = Schedule(rows, held["microbatches"], tuple(held["placement"]), held["name"])
+        return cls(
+            Costs.from_dict(data["costs"]),
+            schedule,
+            Timeline.from_dict(data["timeline"]),
+            data["bound"],
+        )
+
+
+def work_bound(schedule: Schedule, costs: Costs) -> float:
+    """Seconds that the busiest rank computes: a lower bound on its span in any order."""
+    loads = [0.0] * schedule.ranks
+    for stage, rank in enumerate(schedule.placement):
+        loads[rank] += schedule.microbatches * costs.work(stage)
+    return max(loads)
