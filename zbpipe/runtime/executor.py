@@ -1,0 +1,168 @@
+"""The Python face of the native executor: connects this process's ranks and runs Programs."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .. import _native
+from ..errors import ConfigError
+from ..program import Program, Programs
+from ..timeline import Span, Timeline
+from . import control
+from .world import World, host_id
+
+# After an abort, how long step() waits for callbacks that are under way before it raises. They keep
+# running: what they touch is poisoned with the pipe.
+_GRACE_NS = 2_000_000_000
+
+Callback = Callable[[int], None]
+
+
+class Crew:
+    """The executors of the ranks that this process drives, and their channels to all others.
+
+    Everything here lives until `close`, which also runs at interpreter exit: threads are joined
+    (one that is stuck in user code is left behind) and shared memory goes with its last owner.
+    """
+
+    def __init__(self, world: World, timeout: float, poison: bool = False) -> None:
+        self.world = world
+        self._poison = poison
+        board = _native.Board.create(world.size) if world.rank == 0 else None
+        mine = (host_id(), os.getpid(), -1 if board is None else board.fd)
+        everyone = world.gather(mine)
+        for rank, (host, _, _) in enumerate(everyone):
+            if host != everyone[0][0]:
+                raise ConfigError(
+                    f"rank {rank} is on another host than rank 0: the transports there are "
+                    "(local, shm) reach ranks of one host only"
+                )
+        if board is None:
+            board = _native.Board.open(everyone[0][1], everyone[0][2], world.size)
+        self.board = board
+        self.executors = {rank: _native.Executor(self.board, rank, timeout) for rank in world.local}
+        self._slots: dict[tuple[int, int], int] = {}
+        self._errors: dict[int, BaseException] = {}
+        self.close = weakref.finalize(self, _stop, tuple(self.executors.values()))
+        # Everybody has the board open before rank 0's process may go.
+        world.gather(None)
+
+    def connect(self, slots: Mapping[tuple[int, int], int]) -> None:
+        """Open a channel for each (from, to) pair of ranks. Collective; once a crew.
+
+        Channels are numbered as in Program: a rank's outgoing ones by destination, its incoming
+        ones by source.
+        """
+        self._slots = dict(slots)
+        made: dict[tuple[int, int], tuple[int, int]] = {}
+        for (source, target), count in sorted(slots.items()):
+            if source in self.executors:
+                sender = _native.Sender(count)
+                made[source, target] = (os.getpid(), sender.fd)
+                self.executors[source].add_sender(sender)
+        everywhere = {pair: at for part in self.world.gather(made) for pair, at in part.items()}
+        for (source, target), count in sorted(slots.items(), key=lambda item: item[0][::-1]):
+            if target in self.executors:
+                pid, fd = everywhere[source, target]
+                receiver = _native.Receiver(pid, fd, count, self._poison)
+                self.executors[target].add_receiver(receiver)
+        self.world.gather(None)  # nobody may leave before its channels have been opened
+
+    def transports(self) -> dict[tuple[int, int], str]:
+        """The transport of each channel that starts or ends here."""
+        own = self.executors
+        return {
+            pair: "local" if pair[0] in own and pair[1] in own else "shm"
+            for pair in self._slots
+            if pair[0] in own or pair[1] in own
+        }
+
+    def load(self, programs: Programs) -> Loaded:
+        """Make the Programs of this process's ranks ready for `run`."""
+        own = {rank: programs.ranks[rank] for rank in self.executors}
+        return Loaded(own, {rank: _native_program(program) for rank, program in own.items()})
+
+    def run(self, loaded: Loaded, callbacks: Mapping[int, Callback | None]) -> None:
+        """Run one Program a rank to its end; `callbacks[rank](instruction)` does the actions.
+
+        Raises StageError or ConfigError, the same on every rank, if any rank of the host failed;
+        KeyboardInterrupt if it came here. The crew cannot run again after that.
+        """
+        self.raise_failure()
+        jobs = [
+            (executor, loaded.native[rank], self._guard(loaded.programs[rank], callbacks[rank]))
+            for rank, executor in self.executors.items()
+        ]
+        if not _native.run(self.board, self.world.rank, jobs, _GRACE_NS):
+            self.raise_failure()
+
+    def _guard(self, program: Program, callback: Callback | None) -> Callable[[int], bool] | None:
+        if callback is None:
+            return None
+
+        def guarded(index: int) -> bool:
+            try:
+                callback(index)
+            except BaseException as error:  # whatever user code raises must reach every rank
+                self._errors.setdefault(program.rank, error)
+                self.fail(program.rank, error, program.instructions[index].action)
+                return False
+            return True
+
+        return guarded
+
+    def fail(self, rank: int, error: BaseException, action: Any = None) -> None:
+        """Tell every rank that `rank` failed with `error`."""
+        control.abort(self.board, rank, error, action)
+
+    def raise_failure(self) -> None:
+        """Raise what made the board abort; nothing where it has not."""
+        failure = self.board.failure()
+        if failure is not None:
+            raise control.error_of(failure) from self._errors.get(failure[0])
+
+    def timeline(self, loaded: Loaded, kind: str = "measured") -> Timeline:
+        """What this process's ranks did in the last run, seconds of the host's monotonic clock."""
+        spans = []
+        for rank, program in loaded.programs.items():
+            times = self.executors[rank].times()
+            for instruction, (start, end) in zip(program.instructions, times, strict=True):
+                lane = program.lanes[instruction.lane]
+                spans.append(Span(rank, lane, instruction.action, start / 1e9, end / 1e9))
+        return Timeline(tuple(spans), self.world.size, kind=kind)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Programs of this process's ranks, and what the native executor holds of them."""
+
+    programs: dict[int, Program]
+    native: dict[int, Any]
+
+
+def _native_program(program: Program) -> Any:
+    rows = [
+        (
+            i.lane,
+            int(i.op),
+            i.channel,
+            i.slot,
+            i.amount,
+            i.action.stage,
+            i.action.kind,
+            i.action.microbatch,
+            list(i.waits),
+            i.signals,
+        )
+        for i in program.instructions
+    ]
+    return _native.Program(len(program.lanes), rows)
+
+
+def _stop(executors: tuple[Any, ...]) -> None:
+    for executor in executors:
+        executor.stop()
