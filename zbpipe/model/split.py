@@ -1,0 +1,265 @@
+"""The I/W split of a stage: which modules defer their weight gradients, and when they do."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import nn
+from torch.nn import Parameter
+
+from zbpipe.errors import ZbpipeError
+from zbpipe.model.rules import Deferred, Rule, SplitForward, rule_for
+
+__all__ = ["Deferred", "SplitReport", "Splitter", "fire_hooks", "mute_hooks"]
+
+
+class _Site(NamedTuple):
+    """A module that owns parameters, with its rule, or the reason why it has none."""
+
+    name: str
+    module: nn.Module
+    parameters: dict[str, Parameter]
+    rule: Rule | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class SplitReport:
+    """What of a stage's weight gradients is deferred to W.
+
+    FLOPs are a proxy: 2 per trainable parameter and token for each module that uses it, none for
+    embeddings, whose weight gradient is a scatter.
+
+    Attributes:
+        deferred_flops: proxy FLOPs a token of the weight gradients that W computes.
+        total_flops: the same over all weight gradients.
+        not_split: (qualified module name, reason) of each trainable module that stays in I.
+    """
+
+    deferred_flops: float
+    total_flops: float
+    not_split: tuple[tuple[str, str], ...]
+
+    @property
+    def deferred_share(self) -> float:
+        """`deferred_flops / total_flops`; 0 where nothing is trainable."""
+        return self.deferred_flops / self.total_flops if self.total_flops else 0.0
+
+
+class Splitter:
+    """Splits the backward of one stage into I and W, without changing the stage.
+
+    A parameter is deferred wholly or not at all: if one of the modules that use it has no rule, or
+    if the parameter is in `excluded` or carries gradient hooks (`register_hook`), every module that
+    uses it is left to autograd. What is not deferred gets its weight gradient in I: correct, only
+    not movable. A gradient that autograd itself makes for a deferred parameter (say by
+    `F.linear(x, self.fc.weight)`) is added to the same `.grad`.
+
+    Example, one microbatch:
+
+        entry = Deferred(fused=False)
+        with splitter.active(entry):
+            y = stage(x)                            # F
+        with splitter.active(entry):                # checkpointed layers re-run their forward here
+            torch.autograd.backward(y, dY)          # I (B with fused=True)
+        entry.run()                                 # W
+    """
+
+    def __init__(self, stage: nn.Module, excluded: Collection[Parameter] = ()) -> None:
+        self._stage = stage
+        self._excluded = {id(p): p for p in excluded}
+        self._active = False
+        self._decide()
+
+    @contextmanager
+    def active(self, entry: Deferred) -> Iterator[None]:
+        """Let the stage's forward, and the backward through it, defer to `entry`.
+
+        Wrap both F and I in it. Raises ZbpipeError if the splitter is already active: one stage
+        runs one microbatch at a time.
+        """
+        if self._active:
+            raise ZbpipeError(
+                "Splitter.active() entered twice: leave the context of one microbatch before the "
+                "next one starts, or its weight gradients would go to the wrong entry"
+            )
+        if self._is_stale():
+            self._decide()
+        stand_ins = [SplitForward(s.module, s.rule, entry) for s in self._split if s.rule]
+        self._active = True
+        try:
+            for stand_in in stand_ins:
+                stand_in.module.__dict__["forward"] = stand_in
+            yield
+        finally:
+            for stand_in in stand_ins:
+                if stand_in.module.__dict__.get("forward") is stand_in:
+                    del stand_in.module.__dict__["forward"]
+            self._active = False
+
+    def report(self) -> SplitReport:
+        """What is deferred now and what is not, and why."""
+        if not self._active and self._is_stale():
+            self._decide()
+        deferred = total = 0.0
+        left = []
+        for site in self._sites:
+            trainable = [p for p in site.parameters.values() if p.requires_grad]
+            flops = 0.0 if isinstance(site.module, nn.Embedding) else _flops(trainable)
+            total += flops
+            reason = self._reasons.get(id(site.module))
+            if reason is None:
+                deferred += flops
+            elif trainable:
+                left.append((site.name, reason))
+        return SplitReport(deferred, total, tuple(left))
+
+    def _decide(self) -> None:
+        self._sites = _survey(self._stage)
+        own = {id(s.module): reason for s in self._sites if (reason := self._own_reason(s))}
+        self._reasons = _close_over_shared(self._sites, own)
+        self._split = [s for s in self._sites if id(s.module) not in self._reasons]
+        # A site with a rule is kept out by something that may go away again: a hook, a patch.
+        self._may_grow = any(
+            "forward" in s.module.__dict__ or any(p._backward_hooks for p in s.parameters.values())
+            for s in self._sites
+            if s.rule
+        )
+
+    def _is_stale(self) -> bool:
+        """Whether hooks, patches or replaced parameters came or went since `_decide`."""
+        if self._may_grow:
+            return True
+        for site in self._split:
+            if "forward" in site.module.__dict__:
+                return True
+            own = site.module._parameters
+            for name, parameter in site.parameters.items():
+                if own.get(name) is not parameter or parameter._backward_hooks:
+                    return True
+        return False
+
+    def _own_reason(self, site: _Site) -> str:
+        if site.rule is None:
+            return site.reason
+        if "forward" in site.module.__dict__:
+            return "its forward was replaced on the instance"
+        for name, parameter in site.parameters.items():
+            if parameter._backward_hooks:
+                return f"{name} has gradient hooks"
+            if id(parameter) in self._excluded:
+                return f"{name} is excluded"
+        return ""
+
+
+def _close_over_shared(sites: list[_Site], own: dict[int, str]) -> dict[int, str]:
+    """id(module) → why it is not split: its own reason, or one of a module it shares with."""
+    reasons = dict(own)
+    blocked: dict[int, str] = {}  # id(parameter) → the module that keeps it in I
+    pending = sites
+    while pending:
+        ready = [s for s in pending if id(s.module) in reasons]
+        if not ready:
+            break
+        for site in ready:
+            for parameter in site.parameters.values():
+                blocked.setdefault(id(parameter), site.name)
+        pending = [s for s in pending if id(s.module) not in reasons]
+        for site in pending:
+            for parameter in site.parameters.values():
+                if id(parameter) in blocked:
+                    reasons[id(site.module)] = f"shares a parameter with {blocked[id(parameter)]}"
+    return reasons
+
+
+def _survey(stage: nn.Module) -> list[_Site]:
+    """Every module of the stage that owns parameters, in the order of `named_modules`."""
+    opaque: dict[int, str] = {}
+    sites = []
+    for name, module in stage.named_modules():
+        inherited = opaque.get(id(module)) or _opaque(module)
+        if inherited:
+            opaque.update((id(child), inherited) for child in module.modules())
+        parameters = {n: p for n, p in module._parameters.items() if p is not None}
+        if parameters:
+            found = inherited or _unfit(parameters) or rule_for(module)
+            rule, reason = (None, found) if isinstance(found, str) else (found, "")
+            sites.append(_Site(name or type(module).__name__, module, parameters, rule, reason))
+    return sites
+
+
+def _opaque(module: nn.Module) -> str:
+    """Why the modules inside this one do not run by their own `forward`, "" if they do."""
+    if isinstance(module, nn.MultiheadAttention):
+        return "MultiheadAttention reads its parameters itself"
+    if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
+        return "compiled by torch.compile"
+    return ""
+
+
+def _unfit(parameters: dict[str, Parameter]) -> str:
+    """Why these parameters fit no rule, "" if they do."""
+    if "weight" not in parameters:
+        return "weight is not a parameter of its own (parametrized, or computed)"
+    for name, parameter in parameters.items():
+        if name not in ("weight", "bias"):
+            return f"{name} is a parameter no rule knows"
+        if type(parameter) is not Parameter:
+            return f"{name} is a {type(parameter).__name__}"
+        if not parameter.is_floating_point():
+            return f"{name} is {parameter.dtype}"
+    return ""
+
+
+def _flops(parameters: Iterable[Parameter]) -> float:
+    return 2.0 * sum(p.numel() for p in parameters)
+
+
+@contextmanager
+def mute_hooks(
+    parameters: Iterable[Parameter], touched: set[Parameter] | None = None
+) -> Iterator[None]:
+    """Keep post-accumulate-grad hooks from firing inside; used around each I and B.
+
+    Autograd would call them once a microbatch, before W has run. `fire_hooks` calls them when the
+    gradient is complete. Parameters with such hooks that autograd accumulates into meanwhile are
+    added to `touched`. Hooks that are registered inside are not muted; they stay registered.
+    """
+    muted = []
+    try:
+        for parameter in parameters:
+            hooks = parameter._post_accumulate_grad_hooks
+            if hooks and _RECORDER not in hooks:
+                muted.append((hooks, dict(hooks)))
+                hooks.clear()  # in place: autograd holds this dict
+                hooks[_RECORDER] = _ignore if touched is None else touched.add
+        yield
+    finally:
+        for hooks, saved in muted:
+            del hooks[_RECORDER]
+            added = dict(hooks)
+            hooks.clear()
+            hooks.update(saved)
+            hooks.update(added)
+
+
+_RECORDER = -1  # torch numbers its hooks from 0
+
+
+def _ignore(parameter: Parameter) -> None:
+    """Stands in for the muted hooks where nobody asks which parameters were touched."""
+
+
+def fire_hooks(parameters: Iterable[Parameter]) -> None:
+    """Call the post-accumulate-grad hooks of each parameter that has a `.grad`, in order.
+
+    To be called once a step, after the parameters' last W. Where gradients of an earlier step may
+    still lie in `.grad`, pass only the parameters `touched` in this one (`Deferred`, `mute_hooks`).
+    """
+    for parameter in parameters:
+        if parameter.grad is not None:
+            for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+                hook(parameter)

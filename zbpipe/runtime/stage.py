@@ -1,0 +1,163 @@
+"""One stage at work: F, I, W and B of its microbatches."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ConfigError
+from ..model.split import Deferred, Splitter, fire_hooks, mute_hooks
+from .boundary import Inputs
+from .memory import Held, Meter
+
+
+@dataclass
+class Microbatch:
+    """What a stage holds of one microbatch, from F until W."""
+
+    entry: Deferred
+    inputs: Inputs
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    weight: float = 0.0
+    stash: list[Held] = field(default_factory=list)
+
+
+class Stage:
+    """Runs the layers of one stage, and their backward, one microbatch at a time.
+
+    `layers` are called one after the other, as nn.Sequential would.
+    """
+
+    def __init__(self, index: int, layers: Sequence[tuple[str, nn.Module]], seed: int) -> None:
+        self.index = index
+        self.layers = [module for _, module in layers]
+        # Only for its walk over modules; the layers stay the user's.
+        self.root = nn.ModuleDict()
+        for name, module in layers:
+            self.root._modules[name] = module
+        self.parameters = list(self.root.parameters())
+        self.splitter = Splitter(self.root)
+        self.meter: Meter | None = None
+        self._seed = seed
+        self._held: dict[int, Microbatch] = {}
+        self._touched: set[nn.Parameter] = set()
+
+    def begin(self, meter: Meter | None) -> None:
+        """Start a step, with nothing held; `meter` counts memory if given."""
+        self.meter = meter
+        self._held.clear()
+        self._touched.clear()
+
+    def __call__(self, value: Any) -> Any:
+        for layer in self.layers:
+            value = layer(value)
+        return value
+
+    def forward(self, microbatch: int, inputs: Inputs, step: int) -> Any:
+        """F: the stage's output; its graph is kept for `backward`."""
+        held = Microbatch(Deferred(touched=self._touched), inputs)
+        self._held[microbatch] = held
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(self.splitter.active(held.entry))
+            stack.enter_context(self._watch())
+            stack.enter_context(seeded(self._seed, step, self.index, microbatch))
+            return self(inputs.value)
+
+    def keep(self, microbatch: int, outputs: list[torch.Tensor], weight: float = 1.0) -> None:
+        """Say what `backward` starts from: the outputs that want a gradient, or the loss."""
+        self._held[microbatch].outputs = [t for t in outputs if t.requires_grad]
+        self._held[microbatch].weight = weight
+
+    def loss_grads(self, microbatch: int) -> list[torch.Tensor | None]:
+        """The last stage's gradients: the weight of the microbatch's loss, nothing if it is 0."""
+        held = self._held[microbatch]
+        if held.weight == 0.0:
+            return [None] * len(held.outputs)
+        return [torch.full_like(loss, held.weight) for loss in held.outputs]
+
+    def backward(
+        self, microbatch: int, grads: Sequence[torch.Tensor | None], fused: bool
+    ) -> list[torch.Tensor | None]:
+        """I, or B when `fused`: the gradients of the inputs, None where there is none."""
+        held = self._held[microbatch]
+        held.entry.fused = fused
+        roots = [(t, g) for t, g in zip(held.outputs, grads, strict=True) if g is not None]
+        held.outputs = []
+        inputs = held.inputs
+        held.inputs = Inputs(None)
+        if roots:
+            before = [p for p in self.parameters if p.requires_grad and p.grad is None]
+            with ExitStack() as stack:
+                stack.enter_context(self.splitter.active(held.entry))
+                stack.enter_context(mute_hooks(self.parameters, self._touched))
+                stack.enter_context(self._watch())
+                torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
+            _own_grads(before, [g for _, g in roots])
+        del roots
+        inputs.value = None
+        if self.meter is not None and not fused:
+            held.stash = self.meter.stash(held.entry)
+        if fused:
+            del self._held[microbatch]
+        return inputs.grads or [None] * inputs.count
+
+    def weights(self, microbatch: int) -> None:
+        """W: what `backward` deferred."""
+        held = self._held.pop(microbatch)
+        held.entry.run()
+        held.stash.clear()
+
+    def finish(self) -> None:
+        """After the step's last W: post-accumulate-grad hooks, once a parameter."""
+        fire_hooks(p for p in self.parameters if p in self._touched)
+
+    def _watch(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.meter is None else self.meter.watch()
+
+
+def _own_grads(fresh: Sequence[nn.Parameter], grads: Sequence[torch.Tensor]) -> None:
+    """Autograd may hand a view of a received gradient out as `.grad`; the slot is overwritten."""
+    received = {grad.untyped_storage().data_ptr() for grad in grads}
+    for parameter in fresh:
+        grad = parameter.grad
+        if grad is None or grad.layout != torch.strided:
+            continue
+        if grad.untyped_storage().data_ptr() in received:
+            parameter.grad = grad.clone()
+
+
+@contextmanager
+def seeded(seed: int, step: int, stage: int, microbatch: int) -> Iterator[None]:
+    """Random numbers that depend on these four only; the generator is put back afterwards."""
+    key = hashlib.blake2b(f"{seed},{step},{stage},{microbatch}".encode(), digest_size=8).digest()
+    generator = torch.default_generator
+    state = generator.get_state()
+    try:
+        generator.manual_seed(int.from_bytes(key, "little"))
+        yield
+    finally:
+        generator.set_state(state)
+
+
+def check_loss(loss: Any) -> torch.Tensor:
+    """A scalar floating-point tensor, or ConfigError."""
+    if not isinstance(loss, torch.Tensor):
+        raise ConfigError(
+            f"the loss is a {type(loss).__name__}: want a scalar tensor (is loss_fn missing?)"
+        )
+    if loss.dim() != 0 or not loss.is_floating_point():
+        raise ConfigError(
+            f"the loss has shape {tuple(loss.shape)} and dtype {loss.dtype}: want a scalar, "
+            "the mean over the microbatch"
+        )
+    return loss
+
+
+LossFn = Callable[[Any, Any], torch.Tensor]
