@@ -35,7 +35,7 @@ class Plan:
     @property
     def cost(self) -> float:
         """Seconds: the largest span of a rank, first to last action (the stage objective)."""
-        return max(map(self.timeline.span, range(self.schedule.ranks)))
+        return self.timeline.cost("stage")
 
     @property
     def gap(self) -> float:
