@@ -40,18 +40,14 @@ class Costs:
     source: str = "given"
 
     def __post_init__(self) -> None:
-        stages = len(self.forward)
-        if not stages:
-            raise ConfigError("forward is empty: want one entry a stage")
+        if not hasattr(self.forward, "__len__") or not len(self.forward):
+            raise ConfigError(f"forward = {self.forward!r}: want one number a stage")
         if self.source not in SOURCES:
             raise ConfigError(f"source = {self.source!r}: want one of {', '.join(SOURCES)}")
-        for name in ("transient", "boundary"):
-            if not len(getattr(self, name)):
-                object.__setattr__(self, name, (0.0,) * _length(name, stages))
+        stages = len(self.forward)
         for field in fields(self):
             if field.name != "source":
-                given = getattr(self, field.name)
-                numbers = _numbers(field.name, given, _length(field.name, stages))
+                numbers = _numbers(field.name, getattr(self, field.name), stages)
                 object.__setattr__(self, field.name, numbers)
 
     @classmethod
@@ -117,13 +113,22 @@ class Costs:
         return cls(**data)
 
 
-def _length(name: str, stages: int) -> int:
-    return stages - 1 if name in ("comm", "boundary") else stages
+def layer_bytes(sequence: int, batch: int, hidden: int, heads: int = 0) -> tuple[float, float]:
+    """`act` and `stash` in bytes of one transformer layer and microbatch, in 16 bit.
+
+    act = s b (34 h + 5 a s) (arXiv 2205.05198, section 4.1), whose second term falls away with
+    flash attention (`heads` 0); stash = 32 s b h (arXiv 2401.10241, section 2).
+    """
+    tokens = sequence * batch
+    return float(tokens * (34 * hidden + 5 * heads * sequence)), float(32 * tokens * hidden)
 
 
-def _numbers(name: str, given: Sequence[float], length: int) -> tuple[float, ...]:
+def _numbers(name: str, given: Sequence[float], stages: int) -> tuple[float, ...]:
+    length = stages - 1 if name in ("comm", "boundary") else stages
     if isinstance(given, str) or not hasattr(given, "__len__"):
         raise ConfigError(f"{name} = {given!r}: want {length} numbers")
+    if name in ("transient", "boundary") and not len(given):
+        return (0.0,) * length
     if len(given) != length:
         raise ConfigError(f"{name} has {len(given)} entries: want {length}")
     for index, value in enumerate(given):

@@ -9,7 +9,7 @@ from typing import Any
 from .costs import Costs
 from .schedule.core import Action, Schedule
 from .schedule.render import text
-from .schedule.simulate import planned_peaks, simulate
+from .schedule.simulate import planned_peak, simulate
 from .timeline import Timeline
 
 
@@ -35,7 +35,7 @@ class Plan:
     @property
     def cost(self) -> float:
         """Seconds: the largest span of a rank, first to last action (the stage objective)."""
-        return max(map(self.timeline.span, range(self.schedule.ranks)))
+        return self.timeline.cost("stage")
 
     @property
     def gap(self) -> float:
@@ -44,12 +44,12 @@ class Plan:
 
     def peak(self, rank: int) -> float:
         """Bytes: activations and stash at their most, and the largest transient of a stage."""
-        return planned_peaks(self.schedule, self.costs)[rank]
+        return planned_peak(self.schedule, self.costs, rank)
 
     def summary(self) -> str:
         """The picture and the figures, a few lines of text."""
         schedule, timeline = self.schedule, self.timeline
-        peaks = planned_peaks(schedule, self.costs)
+        peaks = [self.peak(rank) for rank in range(schedule.ranks)]
         return "\n".join(
             [
                 f"{schedule.name or 'schedule'}: {schedule.stages} stages on {schedule.ranks} "

@@ -81,15 +81,25 @@ class Timeline:
     def bubble(self, objective: str = "stage") -> float:
         """Bubble rate: idle ÷ whole over all ranks, 1 - Σ busy / (p · cost).
 
-        cost is the largest rank's own span ("stage": arXiv 2401.10241, where the optimizer step
-        is not synchronous) or the global span ("sync"). For equal stages "stage" is the paper's
-        (cost - m (TF + TB + TW)) / cost. 0 if nothing ran.
+        "stage" is for an optimizer step that need not be synchronous: for equal stages it is the
+        (cost - m (TF + TB + TW)) / cost of arXiv 2401.10241, section 5. 0 if nothing ran.
         """
+        cost = self.cost(objective)
+        return 1 - self._work() / (self.ranks * cost) if cost > 0 else 0.0
+
+    def overhead(self, objective: str = "stage") -> float:
+        """Bubble overhead: idle ÷ ideal time, (p - 1) / m for 1F1B; 0 if nothing ran."""
+        work = self._work()
+        return self.ranks * self.cost(objective) / work - 1 if work > 0 else 0.0
+
+    def cost(self, objective: str = "stage") -> float:
+        """Seconds: the largest rank's own span ("stage"), or the global span ("sync")."""
         if objective not in OBJECTIVES:
             raise ConfigError(f"objective = {objective!r}: want one of {', '.join(OBJECTIVES)}")
-        ranks = range(self.ranks)
-        cost = max(map(self.span, ranks)) if objective == "stage" else self.makespan()
-        return 1 - sum(map(self.busy, ranks)) / (self.ranks * cost) if cost > 0 else 0.0
+        return max(map(self.span, range(self.ranks))) if objective == "stage" else self.makespan()
+
+    def _work(self) -> float:
+        return sum(map(self.busy, range(self.ranks)))
 
     def peak(self, rank: int) -> float:
         """The most bytes that the rank holds; 0 where no curve is known."""

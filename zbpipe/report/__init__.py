@@ -1,1 +1,5 @@
-"""Pictures of timelines for people."""
+"""Reports: planned over measured, in one self-contained HTML file."""
+
+from .html import Entry, html
+
+__all__ = ["Entry", "html"]

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from ..costs import Costs
 from ..errors import ConfigError, MemoryBudgetError, ScheduleError
 from .core import KINDS, Action, Schedule
-from .simulate import Replay, planned_peaks
+from .simulate import Replay, planned_peak
 
 # Budgets are often products such as 1.5 · p · act: a rounding error must not fail them.
 _TOLERANCE = 1e-9
@@ -107,7 +107,7 @@ def _per_rank(budget: float | Sequence[float], ranks: int) -> Sequence[float]:
 
 
 def _check_memory(schedule: Schedule, costs: Costs, limits: Sequence[float]) -> None:
-    peaks = planned_peaks(schedule, costs)
+    peaks = [planned_peak(schedule, costs, rank) for rank in range(schedule.ranks)]
     lacking = [peak - limit for peak, limit in zip(peaks, limits, strict=True)]
     rank = max(range(schedule.ranks), key=lacking.__getitem__)
     if lacking[rank] <= _TOLERANCE * limits[rank]:

@@ -59,14 +59,10 @@ def held_bytes(row: Sequence[Action], costs: Costs) -> Iterator[float]:
         yield sum(acts[s] * costs.act[s] + stashes[s] * costs.stash[s] for s in stages)
 
 
-def planned_peaks(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
-    """Bytes each rank needs: its most activations and stash at once, and its largest transient."""
-    peaks = []
-    for rank, row in enumerate(schedule.rows):
-        stages = schedule.stages_of(rank)
-        held = max(held_bytes(row, costs), default=0.0)
-        peaks.append(held + max((costs.transient[stage] for stage in stages), default=0.0))
-    return tuple(peaks)
+def planned_peak(schedule: Schedule, costs: Costs, rank: int) -> float:
+    """Bytes the rank needs: its most activations and stash at once, and its largest transient."""
+    held = max(held_bytes(schedule.rows[rank], costs), default=0.0)
+    return held + max((costs.transient[s] for s in schedule.stages_of(rank)), default=0.0)
 
 
 def microbatches_held(schedule: Schedule, released: str = "I") -> tuple[float, ...]:
