@@ -87,7 +87,7 @@ def weights(
 
 
 def digest(value: Any) -> str:
-    """A short hash of a batch: its structure, shapes, dtypes, and (of big tensors, part of) data."""
+    """A short hash of a batch: structure, shapes, dtypes, data (of big tensors, a part)."""
     leaves, spec = tree_flatten(value)
     hashed = hashlib.blake2b(str(spec).encode(), digest_size=8)
     for leaf in leaves:

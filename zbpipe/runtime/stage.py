@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ConfigError
 from ..model.split import Deferred, Splitter, fire_hooks, mute_hooks
 from .boundary import Inputs
 from .memory import Held, Meter
@@ -59,8 +58,10 @@ class Stage:
             value = layer(value)
         return value
 
-    def forward(self, microbatch: int, inputs: Inputs, step: int) -> Any:
-        """F: the stage's output; its graph is kept for `backward`."""
+    def forward(
+        self, microbatch: int, inputs: Inputs, step: int, finish: Callable[[Any], Any] | None
+    ) -> Any:
+        """F: the stage's output, or what `finish` (the loss) makes of it; keeps the graph."""
         held = Microbatch(Deferred(touched=self._touched), inputs)
         self._held[microbatch] = held
         with ExitStack() as stack:
@@ -68,7 +69,8 @@ class Stage:
             stack.enter_context(self.splitter.active(held.entry))
             stack.enter_context(self._watch())
             stack.enter_context(seeded(self._seed, step, self.index, microbatch))
-            return self(inputs.value)
+            output = self(inputs.value)
+            return output if finish is None else finish(output)
 
     def keep(self, microbatch: int, outputs: list[torch.Tensor], weight: float = 1.0) -> None:
         """Say what `backward` starts from: the outputs that want a gradient, or the loss."""
@@ -144,20 +146,3 @@ def seeded(seed: int, step: int, stage: int, microbatch: int) -> Iterator[None]:
         yield
     finally:
         generator.set_state(state)
-
-
-def check_loss(loss: Any) -> torch.Tensor:
-    """A scalar floating-point tensor, or ConfigError."""
-    if not isinstance(loss, torch.Tensor):
-        raise ConfigError(
-            f"the loss is a {type(loss).__name__}: want a scalar tensor (is loss_fn missing?)"
-        )
-    if loss.dim() != 0 or not loss.is_floating_point():
-        raise ConfigError(
-            f"the loss has shape {tuple(loss.shape)} and dtype {loss.dtype}: want a scalar, "
-            "the mean over the microbatch"
-        )
-    return loss
-
-
-LossFn = Callable[[Any, Any], torch.Tensor]

@@ -1,0 +1,222 @@
+"""One rank's side of a step: what each instruction of its Program does in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError
+from ..program import Program
+from ..schedule.core import Action
+from .boundary import Inputs, enter, pack, split_tree, unpack
+from .memory import Meter
+from .stage import Stage
+
+LossFn = Callable[[Any, Any], torch.Tensor]
+Loss = tuple[float, torch.dtype]
+
+
+@dataclass
+class Run:
+    """What a step is about. `key` must be equal on all ranks; it travels in every header."""
+
+    key: tuple[str, int, str]  # "step" or "eval_step", its number, digest of the batch
+    inputs: list[Any]
+    targets: list[Any]
+    weights: list[float]
+    loss_fn: LossFn | None
+    autocast: tuple[torch.dtype, bool] | None = None
+    meter: bool = False
+    hooks: bool = True  # fire post-accumulate-grad hooks
+
+    @property
+    def training(self) -> bool:
+        return self.key[0] == "step"
+
+    @property
+    def step(self) -> int:
+        return self.key[1]
+
+    def casting(self) -> AbstractContextManager[Any]:
+        """Autocast as it was where the user called step: threads do not inherit it."""
+        if self.autocast is None:
+            return nullcontext()
+        dtype, cache = self.autocast
+        return torch.autocast("cpu", dtype=dtype, cache_enabled=cache)
+
+
+@dataclass
+class Rank:
+    """Interprets a Program's compute instructions for one rank.
+
+    `lock` keeps ranks that share a process apart where they use the process's random generator.
+    """
+
+    rank: int
+    stages: Mapping[int, Stage]
+    last: int  # the pipeline's last stage
+    microbatches: int
+    executor: Any
+    threads: int
+    lock: AbstractContextManager[Any] = field(default_factory=nullcontext)
+    # Loss and byte counts are known when the run is over.
+    losses: dict[int, Loss] = field(default_factory=dict)
+    sent_bytes: dict[int, int] = field(default_factory=dict)  # by the boundary's lower stage
+    meter: Meter | None = None
+
+    def begin(self, program: Program, run: Run) -> None:
+        """Make ready for one run of `program`."""
+        self._program, self._run = program, run
+        self._outgoing: list[tuple[int, list[torch.Tensor]]] = []
+        self._handed: dict[Action, Any] = {}
+        self._unfinished = dict.fromkeys(self.stages, self.microbatches)
+        self.losses = {}
+        self.meter = None
+        if run.meter:
+            modules = [stage.root for stage in self.stages.values()]
+            tensors = [t for m in modules for t in (*m.parameters(), *m.buffers())]
+            self.meter = Meter(tensors)
+        for stage in self.stages.values():
+            stage.begin(self.meter)
+
+    def end(self) -> None:
+        """Let go of everything the run held."""
+        self._outgoing, self._handed = [], {}
+        for stage in self.stages.values():
+            stage.begin(None)
+
+    def __call__(self, index: int) -> None:
+        """Run the action of compute instruction `index`, on the compute lane's thread."""
+        if torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)  # a new thread would take all cores
+        self._outgoing = [item for item in self._outgoing if not self.executor.finished(item[0])]
+        action = self._program.instructions[index].action
+        if action.kind == "F":
+            self._forward(index, action)
+        elif action.kind == "W":
+            self.stages[action.stage].weights(action.microbatch)
+        else:
+            self._backward(index, action)
+        if self.meter is not None:
+            self.meter.sample()
+        if action.kind in "WB" and self._run.training:
+            self._unfinished[action.stage] -= 1
+            if self._unfinished[action.stage] == 0 and self._run.hooks:
+                self.stages[action.stage].finish()
+
+    def _forward(self, index: int, action: Action) -> None:
+        run, stage, mb = self._run, self.stages[action.stage], action.microbatch
+        finish = self._loss if action.stage == self.last else None
+        inputs = self._inputs(index, action)
+        with self.lock, run.casting():
+            if run.training:
+                tail = None if finish is None else lambda out: finish(out, mb)
+                output = stage.forward(mb, inputs, run.step, tail)
+            else:
+                with torch.no_grad():
+                    output = stage(inputs.value)
+                    output = output if finish is None else finish(output, mb)
+        if finish is not None:
+            weight = run.weights[mb]
+            value = output.item() * weight if weight else 0.0
+            self.losses[mb] = (value, output.dtype)
+            if run.training:
+                stage.keep(mb, [output], weight)
+            return
+        what = f"the output of stage {action.stage}"
+        tensors, rest, spec = split_tree(output, what)
+        if run.training:
+            stage.keep(mb, tensors)
+        self._pass_on(index, action, tensors, (run.key, (rest, spec)))
+
+    def _loss(self, output: Any, microbatch: int) -> torch.Tensor:
+        if self._run.loss_fn is None:
+            loss, remedy = output, "give wrap a loss_fn, or let the last layer return the loss"
+        else:
+            loss = self._run.loss_fn(output, self._run.targets[microbatch])
+            remedy = "loss_fn(output, target) must return the mean over the microbatch"
+        if not isinstance(loss, torch.Tensor):
+            raise ConfigError(f"the loss is a {type(loss).__name__}, want a scalar: {remedy}")
+        if loss.dim() != 0 or not loss.is_floating_point():
+            raise ConfigError(
+                f"the loss has shape {tuple(loss.shape)} and dtype {loss.dtype}, want a scalar: "
+                + remedy
+            )
+        return loss
+
+    def _inputs(self, index: int, action: Action) -> Inputs:
+        if action.stage == 0:
+            return Inputs(self._run.inputs[action.microbatch])
+        tensors, wants, extra = self._take(index, Action(action.stage - 1, *action[1:]))
+        present = [tensor for tensor in tensors if tensor is not None]
+        with torch.set_grad_enabled(self._run.training):
+            return enter(present, wants, extra)
+
+    def _backward(self, index: int, action: Action) -> None:
+        stage, mb = self.stages[action.stage], action.microbatch
+        if action.stage == self.last:
+            grads = stage.loss_grads(mb) if self._run.training else []
+        else:
+            grads, _, loss = self._take(index, self._source(index, action))
+            self.losses[mb] = loss
+        dX: list[torch.Tensor | None] = []
+        if self._run.training:
+            dX = stage.backward(mb, grads, fused=action.kind == "B")
+        if action.stage > 0:
+            self._pass_on(index, action, dX, (self._run.key, self.losses[mb]))
+
+    def _source(self, index: int, action: Action) -> Action:
+        """What made the gradient that `action` needs: an I or a B of the next stage."""
+        need = self._program.needs.get(index)
+        if need is not None:
+            return self._program.instructions[need].action
+        fused = Action(action.stage + 1, "B", action.microbatch)
+        return fused if fused in self._handed else fused._replace(kind="I")
+
+    def _take(
+        self, index: int, source: Action
+    ) -> tuple[list[torch.Tensor | None], list[bool], Any]:
+        """What `source` passed on to instruction `index`: tensors, gradients wanted, extra."""
+        need = self._program.needs.get(index)
+        if need is None:
+            tensors, (key, extra) = self._handed.pop(source)
+            wants = [t is not None and t.requires_grad for t in tensors]
+            return [None if t is None else t.detach() for t in tensors], wants, extra
+        instruction = self._program.instructions[need]
+        header, slot = self.executor.message(instruction.channel, instruction.slot)
+        tensors, wants, (key, extra) = unpack(header, slot)
+        if key != self._run.key:
+            peer = self._program.sources[instruction.channel]
+            raise ConfigError(_mismatch(key, peer, self._run.key, self.rank))
+        return tensors, wants, extra
+
+    def _pass_on(
+        self, index: int, action: Action, tensors: list[Any], extra: tuple[Any, Any]
+    ) -> None:
+        send = self._program.sends.get(index)
+        if send is None:
+            self._handed[action] = (tensors, extra)
+            return
+        packet = pack(tensors, extra)
+        boundary = action.stage - (action.kind != "F")
+        self.sent_bytes[boundary] = max(packet.payload, self.sent_bytes.get(boundary, 0))
+        self.executor.post(send, packet.header, packet.pieces, packet.payload)
+        self._outgoing.append((send, packet.keep))
+
+
+def _mismatch(
+    theirs: tuple[str, int, str], peer: int, ours: tuple[str, int, str], rank: int
+) -> str:
+    if theirs[:2] != ours[:2]:
+        return (
+            f"rank {peer} runs {theirs[0]} {theirs[1]} where rank {rank} runs {ours[0]} {ours[1]}: "
+            "every rank must make the same calls in the same order"
+        )
+    return (
+        f"the batch of rank {peer} differs from that of rank {rank} at {ours[0]} {ours[1]}: "
+        "every rank must pass the same batch"
+    )
