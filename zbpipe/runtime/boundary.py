@@ -192,7 +192,9 @@ def enter(tensors: list[torch.Tensor], wants_grad: list[bool], tree: Any) -> Inp
     wanted = [i for i, wants in enumerate(wants_grad) if wants]
     if wanted and torch.is_grad_enabled():
         token = torch.empty(0, requires_grad=True)
-        live = _Receive.apply(token, inputs, [tensors[i] for i in wanted])
+        live = _Receive.apply(  # type: ignore[no-untyped-call]
+            token, inputs, [tensors[i] for i in wanted]
+        )
         for i, tensor in zip(wanted, live, strict=True):
             tensors[i] = tensor
         inputs.grads = [None] * len(wanted)
