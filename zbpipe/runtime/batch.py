@@ -103,4 +103,4 @@ def _checksum(tensor: torch.Tensor) -> int:
     limit = max(1, _DIGEST_BYTES // tensor.element_size())
     if flat.numel() > limit:
         flat = torch.cat([flat[: limit // 2], flat[-limit // 2 :]])
-    return zlib.crc32(memoryview(flat.cpu().view(torch.uint8).numpy())) if flat.numel() else 0
+    return zlib.crc32(flat.cpu().view(torch.uint8).numpy().tobytes()) if flat.numel() else 0

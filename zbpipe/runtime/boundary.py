@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import ConfigError
 
@@ -84,31 +84,31 @@ class _Receive(torch.autograd.Function):
         return None, None, None
 
 
-def split_tree(value: Any, what: str) -> tuple[list[torch.Tensor], list[Any], TreeSpec]:
-    """(tensors, leaves, spec) of a tree; leaves hold None where a tensor was.
+def split_tree(value: Any, what: str) -> tuple[list[torch.Tensor], Any]:
+    """(tensors, skeleton) of a tree: the skeleton is the tree with a hole for each tensor.
 
     Raises ConfigError on a leaf that cannot travel: its gradient would be lost silently.
     """
+    if type(value) is torch.Tensor:
+        _check_tensor(value, what)
+        return [value], _Hole
     leaves, spec = tree_flatten(value)
     tensors: list[torch.Tensor] = []
-    rest: list[Any] = []
-    for leaf in leaves:
+    for i, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             _check_tensor(leaf, what)
             tensors.append(leaf)
-            rest.append(_Hole)
-        elif isinstance(leaf, _CONSTANTS):
-            rest.append(leaf)
-        else:
+            leaves[i] = _Hole
+        elif not isinstance(leaf, _CONSTANTS):
             raise ConfigError(
                 f"{what} holds a {type(leaf).__module__}.{type(leaf).__qualname__}: between stages "
                 "travel tensors, None, numbers, strings and tuples, lists and dicts of them"
             )
-    return tensors, rest, spec
+    return tensors, tree_unflatten(leaves, spec)
 
 
 class _Hole:
-    """Stands in a list of leaves for a tensor."""
+    """Stands in a skeleton for a tensor."""
 
 
 def _check_tensor(tensor: torch.Tensor, what: str) -> None:
@@ -118,10 +118,13 @@ def _check_tensor(tensor: torch.Tensor, what: str) -> None:
         )
 
 
-def join_tree(tensors: Sequence[torch.Tensor], rest: list[Any], spec: TreeSpec) -> Any:
+def join_tree(tensors: Sequence[torch.Tensor], skeleton: Any) -> Any:
     """Inverse of `split_tree`."""
+    if skeleton is _Hole:
+        return tensors[0]
+    leaves, spec = tree_flatten(skeleton)
     it = iter(tensors)
-    return tree_unflatten([next(it) if leaf is _Hole else leaf for leaf in rest], spec)
+    return tree_unflatten([next(it) if leaf is _Hole else leaf for leaf in leaves], spec)
 
 
 def pack(tensors: Sequence[torch.Tensor | None], extra: Any) -> Packet:
@@ -185,9 +188,8 @@ def unpack(header: bytes, slot: Any) -> tuple[list[torch.Tensor | None], list[bo
     return tensors, [meta is not None and meta.requires_grad for meta in metas], extra
 
 
-def enter(tensors: list[torch.Tensor], wants_grad: list[bool], tree: Any) -> Inputs:
+def enter(tensors: list[torch.Tensor], wants_grad: list[bool], skeleton: Any) -> Inputs:
     """The value that a stage's module is called with, for tensors that came from a neighbour."""
-    rest, spec = tree
     inputs = Inputs(None)
     wanted = [i for i, wants in enumerate(wants_grad) if wants]
     if wanted and torch.is_grad_enabled():
@@ -199,5 +201,5 @@ def enter(tensors: list[torch.Tensor], wants_grad: list[bool], tree: Any) -> Inp
             tensors[i] = tensor
         inputs.grads = [None] * len(wanted)
     inputs.count = len(wanted)
-    inputs.value = join_tree(tensors, rest, spec)
+    inputs.value = join_tree(tensors, skeleton)
     return inputs

@@ -24,8 +24,10 @@ class Meter:
         self._ignored = {tensor.untyped_storage()._cdata for tensor in ignored}
         self._live: dict[int, list[int]] = {}  # storage → [holders, bytes]
         self.held = 0
-        self.peak = 0
+        self._peak = 0
+        # After each action: the bytes held, and the most that were held while it ran.
         self.curve: list[tuple[float, float]] = []
+        self.peaks: list[float] = []
 
     def watch(self) -> AbstractContextManager[None]:
         """Count what autograd saves inside, for as long as autograd keeps it."""
@@ -44,7 +46,7 @@ class Meter:
         entry = self._live.setdefault(storage._cdata, [0, storage.nbytes()])
         if entry[0] == 0:
             self.held += entry[1]
-            self.peak = max(self.peak, self.held)
+            self._peak = max(self._peak, self.held)
         entry[0] += 1
 
     def drop(self, storage: torch.UntypedStorage) -> None:
@@ -61,8 +63,10 @@ class Meter:
         return [Held(self, torch.empty(0, dtype=torch.uint8).set_(s)) for s in entry.storages()]
 
     def sample(self) -> None:
-        """Add the bytes held now to the curve."""
+        """An action has ended: add the bytes held now to the curve."""
         self.curve.append((time.monotonic(), float(self.held)))
+        self.peaks.append(float(self._peak))
+        self._peak = self.held
 
 
 class Held:

@@ -128,10 +128,10 @@ class Rank:
                 stage.keep(mb, [output], weight)
             return
         what = f"the output of stage {action.stage}"
-        tensors, rest, spec = split_tree(output, what)
+        tensors, skeleton = split_tree(output, what)
         if run.training:
             stage.keep(mb, tensors)
-        self._pass_on(index, action, tensors, (run.key, (rest, spec)))
+        self._pass_on(index, action, tensors, (run.key, skeleton))
 
     def _loss(self, output: Any, microbatch: int) -> torch.Tensor:
         if self._run.loss_fn is None:
@@ -191,7 +191,7 @@ class Rank:
         tensors, wants, (key, extra) = unpack(header, slot)
         if key != self._run.key:
             peer = self._program.sources[instruction.channel]
-            raise ConfigError(_mismatch(key, peer, self._run.key, self.rank))
+            raise ConfigError(mismatch(key, peer, self._run.key, self.rank))
         return tensors, wants, extra
 
     def _pass_on(
@@ -208,9 +208,8 @@ class Rank:
         self._outgoing.append((send, packet.keep))
 
 
-def _mismatch(
-    theirs: tuple[str, int, str], peer: int, ours: tuple[str, int, str], rank: int
-) -> str:
+def mismatch(theirs: tuple[str, int, str], peer: int, ours: tuple[str, int, str], rank: int) -> str:
+    """What to tell the user where two ranks' keys differ."""
     if theirs[:2] != ours[:2]:
         return (
             f"rank {peer} runs {theirs[0]} {theirs[1]} where rank {rank} runs {ours[0]} {ours[1]}: "

@@ -1,0 +1,200 @@
+"""wrap: arguments checked, model cut, ranks found; what comes out is a Pipeline."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError
+from ..runtime import planner
+from ..runtime.batch import batch_size, check_size
+from ..runtime.batch import microbatches as microbatches_of
+from ..runtime.pipeline import Pipeline, Settings
+from ..runtime.world import World, join
+from .partition import check_partition, layer_flops
+from .partition import partition as balance
+from .profile import layer_seconds
+from .stages import Layer, cut, describe, layers_of
+
+_UNITS = {"": 1, "b": 1}
+_UNITS |= {f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)}
+_UNITS |= {f"{p}ib": 1024**i for i, p in enumerate("kmgt", 1)}
+
+
+def wrap(
+    model: Any,
+    microbatches: int,
+    schedule: Any = "auto",
+    memory: Any = None,
+    partition: Any = "auto",
+    example: Any = None,
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+    loss_weight: Callable[[Any], Any] | None = None,
+    shared: Collection[str] = (),
+    timeout: float = 30.0,
+    seed: int = 0,
+    mesh: Any = None,
+    local_ranks: int | None = None,
+) -> Pipeline:
+    """Split `model` over the ranks of the job, one after the other in depth.
+
+    Under torchrun every process calls this with the same arguments and a model of the same
+    architecture, and drives one rank; with `local_ranks=n` this process drives n ranks (for tests
+    and notebooks, never a timing); else there is one rank. The modules are not copied and stay
+    ordinary modules outside `step`.
+
+    Args:
+        model: an nn.Sequential, or a list of layers or of stages, called one after the other.
+        microbatches: m, the slices of a global batch, cut as numpy.array_split does.
+        schedule: a family ("gpipe", "1f1b", "zb1p", "zb2p", …), a Schedule, the path of a CSV, or
+            "auto": the fastest for measured costs that fits `memory`.
+        memory: budget a rank for activations and stash: bytes, text such as "60GiB", or a list
+            with one a rank. None: no limit. With a budget, costs are measured at the first step.
+        partition: layers of each stage, or "auto": balanced by `example`, else by parameters.
+        example: an input of the first layer. With it layers are timed on rank 0 and the plan's
+            costs are measured in trial runs at the first step; neither leaves a trace in gradients
+            or buffers.
+        loss_fn: loss_fn(output, target) → mean over a microbatch, 0-d; without it the last layer's
+            output is the loss.
+        loss_weight: loss_weight(target) → weight of a microbatch's mean in the batch's; default
+            its number of samples.
+        shared: keys of a dict input that are not split along dim 0.
+        timeout: seconds without any progress on any rank after which a step is an error.
+        seed: of dropout and other random numbers, which depend on (seed, step, stage, microbatch).
+        mesh: not supported yet.
+        local_ranks: ranks that this process drives.
+
+    Raises:
+        ConfigError, ScheduleError: an argument that cannot be right, or a model that differs
+            between ranks; the same error on every rank.
+    """
+    world = join(local_ranks, mesh)
+
+    def prepare() -> tuple[Settings, list[Layer], list[int]]:
+        settings = _settings(
+            world,
+            microbatches,
+            schedule,
+            memory,
+            example,
+            loss_fn,
+            loss_weight,
+            shared,
+            timeout,
+            seed,
+        )
+        layers = layers_of(model)
+        return settings, layers, _partition(partition, layers, settings.schedules[0].stages)
+
+    prepared: list[Any] = []
+    world.agree(lambda: prepared.append(prepare()), "wrapping the model")
+    settings, layers, sizes = prepared[0]
+    if partition == "auto" and example is not None:
+        stages = settings.schedules[0].stages
+        sizes = world.agree(
+            lambda: _timed(world, layers, example, microbatches, stages), "timing the layers"
+        )[0]
+    digests = world.agree(lambda: _digest(settings, layers, sizes), "wrapping the model")
+    for rank, (digest, what) in enumerate(digests):
+        if digest != digests[0][0]:
+            raise ConfigError(
+                f"rank {rank} wraps another model or other arguments than rank 0: "
+                f"{what} against {digests[0][1]}"
+            )
+    return Pipeline(world, cut(layers, sizes), settings)
+
+
+def _settings(
+    world: World,
+    microbatches: Any,
+    schedule: Any,
+    memory: Any,
+    example: Any,
+    loss_fn: Any,
+    loss_weight: Any,
+    shared: Collection[str],
+    timeout: Any,
+    seed: Any,
+) -> Settings:
+    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
+        raise ConfigError(f"microbatches = {microbatches!r}: want a number, at least 1")
+    if not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
+        raise ConfigError(f"timeout = {timeout!r}: want seconds, more than 0")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ConfigError(f"seed = {seed!r}: want an integer")
+    for name, value in (("loss_fn", loss_fn), ("loss_weight", loss_weight)):
+        if value is not None and not callable(value):
+            raise ConfigError(f"{name} is a {type(value).__name__}: want a callable")
+    if isinstance(shared, str):
+        raise ConfigError(f"shared = {shared!r}: want a list of names, [{shared!r}]")
+    schedules = planner.resolve(schedule, world.size, microbatches)
+    budget = _budget(memory, world.size)
+    return Settings(
+        microbatches=microbatches,
+        schedules=tuple(schedules),
+        memory=budget,
+        profile=len(schedules) > 1 or budget is not None or example is not None,
+        loss_fn=loss_fn,
+        loss_weight=loss_weight,
+        shared=frozenset(shared),
+        timeout=float(timeout),
+        seed=seed,
+    )
+
+
+def _budget(memory: Any, ranks: int) -> tuple[float, ...] | None:
+    if memory is None:
+        return None
+    each = list(memory) if isinstance(memory, (list, tuple)) else [memory] * ranks
+    if len(each) != ranks:
+        raise ConfigError(f"memory has {len(each)} entries: want one number, or {ranks}")
+    return tuple(parse_bytes(value) for value in each)
+
+
+def parse_bytes(value: Any) -> float:
+    """Bytes of a number or of text as "60GiB" or "1.5 GB". Raises ConfigError on anything else."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if math.isfinite(value) and value > 0:
+            return float(value)
+    elif isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
+        if match and match[2].lower() in _UNITS and float(match[1]) > 0:
+            return float(match[1]) * _UNITS[match[2].lower()]
+    raise ConfigError(f'memory = {value!r}: want bytes, or text such as "60GiB" or "1.5GB"')
+
+
+def _partition(partition: Any, layers: Sequence[Layer], stages: int) -> list[int]:
+    if isinstance(partition, str):
+        if partition != "auto":
+            raise ConfigError(f'partition = {partition!r}: want "auto" or layers per stage')
+        return list(balance([layer_flops(module) for _, module in layers], stages))
+    return list(check_partition(partition, len(layers), stages))
+
+
+def _timed(
+    world: World, layers: Sequence[Layer], example: Any, count: int, stages: int
+) -> list[int]:
+    """Rank 0 times the layers; the others take its answer."""
+    if world.rank != 0:
+        return []
+    size = batch_size(example)
+    check_size(size, count)
+    first = microbatches_of(example, count, size)[0]
+    return list(balance(layer_seconds(layers, first), stages))
+
+
+def _digest(settings: Settings, layers: Sequence[Layer], sizes: Sequence[int]) -> tuple[str, str]:
+    schedules = [schedule.digest() for schedule in settings.schedules]
+    parts = (schedules, settings.memory, settings.seed, describe(layers), list(sizes))
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+    count = sum(p.numel() for _, module in layers for p in module.parameters())
+    names = [schedule.name for schedule in settings.schedules]
+    return digest, (
+        f"{len(layers)} layers, {count} parameters, microbatches={settings.microbatches}, "
+        f"schedule {'/'.join(names)}, partition {list(sizes)}, seed {settings.seed}"
+    )

@@ -1,0 +1,373 @@
+"""The pipeline object that `wrap` returns: step, eval_step, and a module's everyday methods."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..costs import Costs
+from ..errors import ConfigError, ZbpipeError
+from ..model.profile import untouched
+from ..model.stages import Layer
+from ..plan import Plan
+from ..program import Programs, compile
+from ..schedule.core import Action, Schedule
+from ..schedule.families import forward_only
+from ..timeline import Timeline
+from . import batch, planner
+from .checkpoint import save
+from .executor import Crew, Loaded
+from .optimizer import clip_grad_norm
+from .rank import LossFn, Rank, Run, mismatch
+from .stage import Stage
+from .world import World
+
+# Trial runs: the first counts memory and warms up, the others are timed.
+_TIMED_TRIALS = 2
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `wrap` was told, checked."""
+
+    microbatches: int
+    schedules: tuple[Schedule, ...]
+    memory: tuple[float, ...] | None
+    profile: bool
+    loss_fn: LossFn | None
+    loss_weight: Callable[[Any], Any] | None
+    shared: frozenset[str]
+    timeout: float
+    seed: int
+    poison: bool = False
+
+
+class Pipeline:
+    """A model split over ranks by depth. Made by `zbpipe.wrap`; see there for the arguments.
+
+    `plan` is the Plan that is being run: None until the first step has chosen it.
+    """
+
+    plan: Plan | None
+
+    def __init__(self, world: World, stages: Sequence[Sequence[Layer]], settings: Settings) -> None:
+        self.plan = None
+        self._world, self._settings = world, settings
+        self._layers = [list(stage) for stage in stages]
+        placement = settings.schedules[0].placement
+        self._stages = {
+            index: Stage(index, layers, settings.seed)
+            for index, layers in enumerate(stages)
+            if placement[index] in world.local
+        }
+        self._crew: Crew | None = None
+        self._ranks: dict[int, Rank] = {}
+        self._loaded: dict[str, Loaded] = {}
+        self._last: Loaded | None = None
+        self._steps = {"step": 0, "eval_step": 0}
+        self._metering = False
+
+    # --- one global batch -----------------------------------------------------------------------
+
+    def step(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
+        """Run forward and backward of one global batch, as `loss.backward()` over it would.
+
+        Takes the input of the first layer: a tensor, or a tuple, list or dict of them, whose dim 0
+        is the batch; and `target` for `loss_fn(output, target)`. Gradients are added to `.grad`.
+        Returns the loss (0-d) of the whole batch on every rank, without a collective.
+
+        Raises ConfigError on input that cannot be right and StageError where a rank failed, on
+        every rank; after that the pipeline is spent: wrap the model again.
+        """
+        return self._step("step", _only_input(args, kwargs), target)
+
+    def eval_step(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
+        """The loss of one global batch, in eval mode and without gradients, on every rank."""
+        flags = [(m, m.training) for s in self._stages.values() for m in s.root.modules()]
+        try:
+            self.eval()
+            return self._step("eval_step", _only_input(args, kwargs), target)
+        finally:
+            for module, training in flags:
+                module.training = training
+
+    def _step(self, mode: str, value: Any, target: Any) -> torch.Tensor:
+        if self._crew is None:
+            run = self._prepare_together(mode, value, target)
+            self._start(run)
+        else:
+            self._crew.raise_failure()
+            try:
+                run = self._prepare(mode, value, target)
+            except Exception as error:
+                self._crew.fail(self._world.rank, error)
+                raise
+        self._steps[mode] += 1
+        assert self._crew is not None
+        self._execute(self._crew, self._loaded[mode], replace(run, meter=self._metering))
+        self._last = self._loaded[mode]
+        return _total(self._ranks[self._world.rank].losses, self._settings.microbatches)
+
+    def _prepare_together(self, mode: str, value: Any, target: Any) -> Run:
+        """The first batch: compared over the control group, since there are no channels yet."""
+        prepared: list[Run] = []
+
+        def prepare() -> tuple[str, int, str]:
+            prepared.append(self._prepare(mode, value, target))
+            return prepared[0].key
+
+        keys = self._world.agree(prepare, "preparing the first batch")
+        for rank, key in enumerate(keys):
+            if key != keys[0]:
+                raise ConfigError(mismatch(keys[0], 0, key, rank))
+        return prepared[0]
+
+    def _prepare(self, mode: str, value: Any, target: Any) -> Run:
+        settings = self._settings
+        count = settings.microbatches
+        size = batch.batch_size(value)
+        batch.check_size(size, count)
+        batch.check_target(target, size)
+        if target is not None and settings.loss_fn is None:
+            raise ConfigError("target was given, but wrap got no loss_fn to compare it with")
+        if target is None and settings.loss_fn is not None:
+            raise ConfigError("target is missing: wrap got a loss_fn(output, target)")
+        inputs = batch.microbatches(value, count, size, settings.shared)
+        targets = batch.microbatches(target, count, size) if target is not None else [None] * count
+        weights = [0.0] * count
+        if self._last_stage in self._stages:
+            sizes = [size // count + (i < size % count) for i in range(count)]
+            weights = batch.weights(targets, sizes, settings.loss_weight)
+        digest = batch.digest((value, target)) if self._world.size > 1 else ""
+        autocast = None
+        if torch.is_autocast_enabled("cpu"):
+            autocast = (torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled())
+        key = (mode, self._steps[mode], digest)
+        return Run(key, inputs, targets, weights, settings.loss_fn, autocast)
+
+    def _execute(self, crew: Crew, loaded: Loaded, run: Run) -> None:
+        for rank, runner in self._ranks.items():
+            runner.executor = crew.executors[rank]
+            runner.begin(loaded.programs[rank], run)
+        try:
+            crew.run(loaded, self._ranks)
+        finally:
+            for runner in self._ranks.values():
+                runner.end()
+
+    # --- the first step: costs, plan, channels --------------------------------------------------
+
+    def _start(self, run: Run) -> None:
+        settings, world = self._settings, self._world
+        lock: Any = nullcontext() if len(world.local) == 1 else threading.Lock()
+        threads = max(1, torch.get_num_threads() // len(world.local))
+        for rank in world.local:
+            own = settings.schedules[0].stages_of(rank)
+            self._ranks[rank] = Rank(
+                rank,
+                {stage: self._stages[stage] for stage in own},
+                self._last_stage,
+                settings.microbatches,
+                None,
+                threads,
+                lock,
+            )
+        costs = self._measure(run) if settings.profile else None
+        # Rank 0 decides. An error of its decision is raised by all.
+        plan = world.agree(lambda: self._choose(costs) if world.rank == 0 else None, "planning")[0]
+        self.plan = plan
+        evaluation = forward_only(world.size, settings.microbatches)
+        programs = {"step": compile(plan.schedule)}
+        if evaluation.placement == plan.schedule.placement:
+            programs["eval_step"] = compile(evaluation, forward_only=True)
+        crew = Crew(world, settings.timeout, settings.poison)
+        crew.connect(_most_slots(programs.values()))
+        self._loaded = {mode: crew.load(program) for mode, program in programs.items()}
+        self._crew = crew
+
+    def _choose(self, costs: Costs | None) -> Plan:
+        schedules = self._settings.schedules
+        if costs is None:
+            return Plan.make(schedules[0], Costs.uniform(schedules[0].stages))
+        return planner.choose(schedules, costs, self._settings.memory)
+
+    def _measure(self, run: Run) -> Costs:
+        """Costs from trial runs on this batch, which leave no trace in the model."""
+        trial = _split_cells(self._settings.schedules[-1])
+        programs = compile(trial)
+        crew = Crew(self._world, self._settings.timeout, self._settings.poison)
+        crew.connect(programs.slots)
+        loaded = crew.load(programs)
+        run = replace(run, key=("step", -1, run.key[2]), hooks=False)
+        try:
+            with untouched([stage.root for stage in self._stages.values()]):
+                self._execute(crew, loaded, replace(run, meter=True))
+                held = {}
+                for runner in self._ranks.values():
+                    held.update(planner.held_by_stage(loaded.programs[runner.rank], runner))
+                timelines = []
+                for _ in range(_TIMED_TRIALS):
+                    self._execute(crew, loaded, run)
+                    timelines.append(crew.timeline(loaded))
+        finally:
+            crew.close()
+        boundary = {b: n for r in self._ranks.values() for b, n in r.sent_bytes.items()}
+        parts = self._world.gather(planner.Measured(timelines, held, boundary))
+        return planner.costs_from(parts, trial.stages)
+
+    @property
+    def _last_stage(self) -> int:
+        return len(self._layers) - 1
+
+    # --- what it did ------------------------------------------------------------------------------
+
+    def measure_memory(self, on: bool = True) -> None:
+        """Count live storages in the steps that follow (a few percent slower), for `timeline`."""
+        self._metering = on
+
+    def timeline(self) -> Timeline:
+        """What all ranks did in the last step, and the memory they held if it was measured.
+
+        A collective: every rank must call it. Raises ZbpipeError before the first step.
+        """
+        if self._crew is None or self._last is None:
+            raise ZbpipeError("timeline() before the first step: nothing has run yet")
+        part = self._crew.timeline(self._last)
+        curves = {r: tuple(x.meter.curve) for r, x in self._ranks.items() if x.meter is not None}
+        memory = tuple(curves.get(rank, ()) for rank in range(self._world.size))
+        part = Timeline(part.spans, part.ranks, memory, part.kind)
+        return Timeline.merge(self._world.gather(part)).zeroed()
+
+    def summary(self) -> str:
+        """Stages, what of their backward is split, transports, and the plan once there is one."""
+        lines = []
+        for index, layers in enumerate(self._layers):
+            where = "here" if index in self._stages else "on another rank"
+            names = f"{layers[0][0]} … {layers[-1][0]}" if len(layers) > 1 else layers[0][0]
+            lines.append(f"stage {index} ({where}): {len(layers)} layers, {names}")
+            if index not in self._stages:
+                continue
+            stage = self._stages[index]
+            report = stage.splitter.report()
+            count = sum(p.numel() for p in stage.parameters)
+            lines.append(f"  {count:,} parameters; {report.deferred_share:.1%} of W is deferred")
+            lines += [f"  not split: {name}: {reason}" for name, reason in report.not_split]
+        if self._crew is not None:
+            for (a, b), transport in sorted(self._crew.transports().items()):
+                lines.append(f"rank {a} → {b}: {transport}")
+        if self.plan is not None:
+            lines.append(self.plan.summary())
+        return "\n".join(lines)
+
+    # --- what a module has ------------------------------------------------------------------------
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of this process's stages, under the model's own names, each once."""
+        seen: set[int] = set()
+        for stage in self._stages.values():
+            for name, parameter in stage.root.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield name, parameter
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of this process's stages."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As nn.Module's, for this process's stages."""
+        for stage in self._stages.values():
+            stage.root.zero_grad(set_to_none)
+
+    def train(self, mode: bool = True) -> Pipeline:
+        """As nn.Module's, for this process's stages."""
+        for stage in self._stages.values():
+            for layer in stage.layers:
+                layer.train(mode)
+        return self
+
+    def eval(self) -> Pipeline:
+        """As nn.Module's, for this process's stages."""
+        return self.train(False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Parameters and buffers of this process's stages, under the model's own names."""
+        return {k: v for s in self._stages.values() for k, v in s.root.state_dict().items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load this process's stages from a state_dict of theirs or of the whole model.
+
+        Raises ConfigError naming the entries that are missing, before anything is changed.
+        """
+        own = {key: state[key] for key in self.state_dict() if key in state}
+        if missing := [key for key in self.state_dict() if key not in own]:
+            raise ConfigError(f"state lacks {', '.join(missing[:5])} ({len(missing)} entries)")
+        for stage in self._stages.values():
+            stage.root.load_state_dict({k: own[k] for k in stage.root.state_dict()})
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their global norm is `max_norm` at most; returns the norm.
+
+        A collective over the pipeline's ranks, as torch.nn.utils.clip_grad_norm_ over the model.
+        """
+        return clip_grad_norm(self._world, list(self.parameters()), max_norm, norm_type)
+
+    def save(self, directory: str | Path) -> None:
+        """Write the whole model as safetensors, a file a rank and an index. A collective."""
+        save(self._world, self.state_dict(), Path(directory))
+
+    def close(self) -> None:
+        """Stop the executor's threads and give its memory back; happens at exit by itself."""
+        if self._crew is not None:
+            self._crew.close()
+
+
+def _only_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    if kwargs:
+        raise ConfigError(
+            f"step() got {', '.join(map(repr, kwargs))}: a list of layers takes one input, "
+            "step(x, target=y); x may be a tuple or a dict"
+        )
+    if len(args) != 1:
+        raise ConfigError(f"step() got {len(args)} inputs, want one: x, or a tuple or dict of them")
+    return args[0]
+
+
+def _total(losses: Mapping[int, tuple[float, torch.dtype]], count: int) -> torch.Tensor:
+    # In microbatch order, so that schedules agree to the bit.
+    total = 0.0
+    for i in range(count):
+        total += losses[i][0]
+    return torch.tensor(total, dtype=losses[0][1])
+
+
+def _most_slots(programs: Collection[Programs]) -> dict[tuple[int, int], int]:
+    slots: dict[tuple[int, int], int] = {}
+    for program in programs:
+        for pair, count in program.slots.items():
+            slots[pair] = max(count, slots.get(pair, 0))
+    return slots
+
+
+def _split_cells(schedule: Schedule) -> Schedule:
+    """The same order with every B as I and W, so that both can be timed."""
+    rows = tuple(
+        tuple(
+            cell
+            for a in row
+            for cell in (
+                (Action(a.stage, "I", a.microbatch), Action(a.stage, "W", a.microbatch))
+                if a.kind == "B"
+                else (a,)
+            )
+        )
+        for row in schedule.rows
+    )
+    return replace(schedule, rows=rows)

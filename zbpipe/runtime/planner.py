@@ -1,0 +1,162 @@
+"""The plan of a pipeline: measured costs where they are wanted, and the schedule that fits them."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..costs import Costs
+from ..errors import ConfigError, MemoryBudgetError, ScheduleError
+from ..plan import Plan
+from ..schedule import families
+from ..schedule.check import check
+from ..schedule.core import Schedule
+from ..timeline import Timeline
+
+if TYPE_CHECKING:
+    from ..program import Program
+    from .rank import Rank
+
+# What "auto" tries; the first of the best stays.
+AUTO = ("zb2p", "zb1p", "1f1b")
+
+
+def is_path(schedule: object) -> bool:
+    """Whether `schedule` names a CSV file and not a family."""
+    return isinstance(schedule, os.PathLike) or (
+        isinstance(schedule, str) and schedule.lower().endswith(".csv")
+    )
+
+
+def resolve(schedule: Any, ranks: int, microbatches: int) -> list[Schedule]:
+    """The schedules to choose from: one, or those that "auto" tries. Each has passed `check`.
+
+    Raises ScheduleError for a name that is none (naming the nearest), an order that is wrong, and
+    one for other ranks or microbatches; ConfigError for what is no schedule at all.
+    """
+    if isinstance(schedule, Schedule):
+        found = [schedule]
+    elif is_path(schedule):
+        path = Path(schedule)
+        if not path.is_file():
+            raise ScheduleError(f"schedule = {str(schedule)!r}: there is no such file")
+        found = [Schedule.from_csv(path.read_text(), name=path.stem)]
+    elif isinstance(schedule, str):
+        names = AUTO if schedule == "auto" else (schedule,)
+        found = [families.build(name, ranks, microbatches) for name in names]
+    else:
+        raise ConfigError(
+            f"schedule is a {type(schedule).__name__}: want a name, a Schedule or a path to a CSV"
+        )
+    for one in found:
+        if one.ranks != ranks or one.microbatches != microbatches:
+            raise ScheduleError(
+                f"schedule {one.name!r} is for {one.ranks} ranks and {one.microbatches} "
+                f"microbatches: want {ranks} ranks and microbatches={microbatches}"
+            )
+        check(one)
+    return found
+
+
+def choose(
+    schedules: Sequence[Schedule], costs: Costs, budget: float | Sequence[float] | None
+) -> Plan:
+    """The plan with the shortest stage-objective cost among those that fit `budget` (bytes a rank).
+
+    Raises MemoryBudgetError, saying what the nearest one lacks, where none fits.
+    """
+    plans, refused = [], []
+    for schedule in schedules:
+        try:
+            check(schedule, costs, budget)
+        except MemoryBudgetError as error:
+            refused.append((schedule.name, error))
+            continue
+        plans.append(Plan.make(schedule, costs))
+    if not plans:
+        if len(refused) == 1:
+            raise refused[0][1]
+        tried = "; ".join(f"{name}: {error}" for name, error in refused)
+        raise MemoryBudgetError(f"no schedule fits memory: {tried}")
+    # A tenth of a percent is noise: the earlier, then, is as good.
+    best = min(plan.cost for plan in plans)
+    return next(plan for plan in plans if plan.cost <= best * 1.001)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a rank saw of its stages in trial runs: seconds and bytes by stage."""
+
+    timelines: list[Timeline]
+    held: dict[int, tuple[float, float, float]]  # act, stash, transient
+    boundary: dict[int, int]
+
+
+def costs_from(parts: Sequence[Measured], stages: int) -> Costs:
+    """Costs out of what every rank measured: medians of times, maxima of bytes."""
+    times: dict[tuple[int, str], list[float]] = {}
+    trips: dict[int, list[float]] = {}
+    for k in range(len(parts[0].timelines)):
+        timeline = Timeline.merge(part.timelines[k] for part in parts)
+        ends = {}
+        for span in timeline.spans:
+            if span.lane == "compute" and span.action is not None:
+                key = (span.action.stage, span.action.kind)
+                times.setdefault(key, []).append(span.end - span.start)
+                ends[span.action] = span.end
+        for span in timeline.spans:
+            if span.lane.startswith("recv") and span.action is not None:
+                boundary = span.action.stage - (span.action.kind != "F")
+                trips.setdefault(boundary, []).append(max(0.0, span.end - ends[span.action]))
+    held = {stage: row for part in parts for stage, row in part.held.items()}
+    sizes: dict[int, int] = {}
+    for part in parts:
+        for boundary, nbytes in part.boundary.items():
+            sizes[boundary] = max(nbytes, sizes.get(boundary, 0))
+
+    def seconds(kind: str) -> tuple[float, ...]:
+        return tuple(statistics.median(times[s, kind]) for s in range(stages))
+
+    return Costs(
+        forward=seconds("F"),
+        input_grad=seconds("I"),
+        weight_grad=seconds("W"),
+        # The least that was seen: everything above it is waiting for the receiver.
+        comm=tuple(min(trips.get(b, [0.0])) for b in range(stages - 1)),
+        act=tuple(held[s][0] for s in range(stages)),
+        stash=tuple(held[s][1] for s in range(stages)),
+        transient=tuple(held[s][2] for s in range(stages)),
+        boundary=tuple(float(sizes.get(b, 0)) for b in range(stages - 1)),
+        source="profiled",
+    )
+
+
+def held_by_stage(program: Program, runner: Rank) -> dict[int, tuple[float, float, float]]:
+    """(act, stash, transient) in bytes of each stage, the most of any microbatch, from the meter.
+
+    The curve has one point after each compute instruction: the difference that F makes is act,
+    that of I stash - act.
+    """
+    assert runner.meter is not None
+    after = [held for _, held in runner.meter.curve]
+    actions = [i.action for i in program.instructions if i.lane == 0]
+    act: dict[int, float] = {}
+    kept: dict[tuple[int, int], float] = {}
+    stash: dict[int, float] = {}
+    transient: dict[int, float] = {}
+    for action, before, now, peak in zip(
+        actions, [0.0, *after], after, runner.meter.peaks, strict=False
+    ):
+        stage = action.stage
+        if action.kind == "F":
+            kept[action[::2]] = now - before
+            act[stage] = max(act.get(stage, 0.0), now - before)
+        elif action.kind == "I":
+            left = kept[action[::2]] + now - before
+            stash[stage] = max(stash.get(stage, 0.0), left)
+        transient[stage] = max(transient.get(stage, 0.0), peak - max(before, now))
+    return {stage: (act[stage], stash[stage], transient[stage]) for stage in act}
