@@ -201,6 +201,7 @@ bool Executor::join(int64_t ns) {
   s.callback = nullptr;
   if (!s.board->aborted())
     for (auto& receiver : s.receivers) receiver->release_all();
+  s.callback = nullptr;  // it may own whatever owns this executor
   return true;
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,12 +34,20 @@ class Deferred:
     in the order of the records: the same additions in the same order, so both give the same bits.
 
     Every parameter that gets a gradient through the entry is added to `touched`, if given: one set
-    for all microbatches of a step tells whose post-accumulate-grad hooks are to fire.
+    for all microbatches of a step tells whose post-accumulate-grad hooks are to fire. Records of
+    `eager` parameters are accumulated inside the backward, fused or not: autograd adds to the same
+    `.grad` (see `used_directly`), and the order of the additions must not depend on the schedule.
     """
 
-    def __init__(self, fused: bool = False, touched: set[Parameter] | None = None) -> None:
+    def __init__(
+        self,
+        fused: bool = False,
+        touched: set[Parameter] | None = None,
+        eager: Collection[Parameter] = (),
+    ) -> None:
         self.fused = fused
         self.touched = touched
+        self.eager = eager
         self._records: deque[Record] = deque()
 
     def __len__(self) -> int:
@@ -49,7 +57,7 @@ class Deferred:
         """Accumulate the record now (`fused`) or keep it for `run`."""
         if self.touched is not None:
             self.touched.update(record.parameters)
-        if self.fused:
+        if self.fused or any(p in self.eager for p in record.parameters):
             record.accumulate(record.X, record.dY)
         else:
             self._records.append(record)
@@ -327,6 +335,30 @@ def _embedding(module: Any, x: Tensor, entry: Deferred) -> Tensor:
         x, module.weight, entry, padding_idx
     )
     return y
+
+
+def used_directly(outputs: Iterable[Tensor]) -> set[Parameter]:
+    """Parameters that the graph of `outputs` reaches otherwise than through a split module.
+
+    For instance `F.linear(x, self.embedding.weight)` in a forward: autograd makes that gradient.
+    """
+    found: set[Parameter] = set()
+    pending = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    seen = set(pending)
+    while pending:
+        node: Any = pending.pop()
+        split = getattr(node, "_forward_cls", None) in (_Linear, _Embedding)
+        for following, _ in node.next_functions:
+            if following is None:
+                continue
+            variable = getattr(following, "variable", None)
+            if variable is None:
+                if following not in seen:
+                    seen.add(following)
+                    pending.append(following)
+            elif not split:
+                found.add(variable)
+    return found
 
 
 Rule = Callable[[Any, Tensor, Deferred], Tensor]

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..model.split import Deferred, Splitter, fire_hooks, mute_hooks
+from ..model.rules import Deferred, used_directly
+from ..model.split import Splitter, fire_hooks, mute_hooks
 from .boundary import Inputs
 from .memory import Held, Meter
 
@@ -46,12 +47,15 @@ class Stage:
         self._seed = seed
         self._held: dict[int, Microbatch] = {}
         self._touched: set[nn.Parameter] = set()
+        self._eager: set[nn.Parameter] = set()
+        self._looked = False
 
     def begin(self, meter: Meter | None) -> None:
         """Start a step, with nothing held; `meter` counts memory if given."""
         self.meter = meter
         self._held.clear()
         self._touched.clear()
+        self._looked = False
 
     def __call__(self, value: Any) -> Any:
         for layer in self.layers:
@@ -62,7 +66,7 @@ class Stage:
         self, microbatch: int, inputs: Inputs, step: int, finish: Callable[[Any], Any] | None
     ) -> Any:
         """F: the stage's output, or what `finish` (the loss) makes of it; keeps the graph."""
-        held = Microbatch(Deferred(touched=self._touched), inputs)
+        held = Microbatch(Deferred(touched=self._touched, eager=self._eager), inputs)
         self._held[microbatch] = held
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
@@ -76,6 +80,11 @@ class Stage:
         """Say what `backward` starts from: the outputs that want a gradient, or the loss."""
         self._held[microbatch].outputs = [t for t in outputs if t.requires_grad]
         self._held[microbatch].weight = weight
+        if not self._looked:
+            # The first microbatch of a step tells for all: a walk over the graph is not free.
+            self._looked = True
+            self._eager.clear()
+            self._eager.update(used_directly(self._held[microbatch].outputs))
 
     def loss_grads(self, microbatch: int) -> list[torch.Tensor | None]:
         """The last stage's gradients: the weight of the microbatch's loss, nothing if it is 0."""
