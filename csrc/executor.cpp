@@ -198,7 +198,6 @@ bool Executor::join(int64_t ns) {
     if (remaining <= 0) return false;
     futex_wait(s.busy, 1, remaining);
   }
-  s.callback = nullptr;
   if (!s.board->aborted())
     for (auto& receiver : s.receivers) receiver->release_all();
   s.callback = nullptr;  // it may own whatever owns this executor
