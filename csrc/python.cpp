@@ -191,7 +191,7 @@ py::object failure(const Board& board) {
           f.message.data(), static_cast<Py_ssize_t>(f.message.size()), "replace")));
 }
 
-void post(Executor& executor, uint32_t instruction, const py::bytes& header,
+void post(PyExecutor& executor, uint32_t instruction, const py::bytes& header,
           const std::vector<std::tuple<uintptr_t, size_t, size_t>>& pieces, size_t payload) {
   zb::Message message{header, {}, payload};
   message.pieces.reserve(pieces.size());
@@ -202,7 +202,7 @@ void post(Executor& executor, uint32_t instruction, const py::bytes& header,
   executor.post(instruction, std::move(message));
 }
 
-std::vector<std::pair<int64_t, int64_t>> times(const Executor& executor) {
+std::vector<std::pair<int64_t, int64_t>> times(const PyExecutor& executor) {
   std::vector<std::pair<int64_t, int64_t>> out;
   out.reserve(executor.times().size());
   for (const zb::Times& t : executor.times()) out.emplace_back(t.start, t.end);
