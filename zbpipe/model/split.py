@@ -78,8 +78,10 @@ class Splitter:
     def active(self, entry: Deferred) -> Iterator[None]:
         """Let the stage's forward, and the backward through it, defer to `entry`.
 
-        Wrap both F and I in it. Raises ZbpipeError if the splitter is already active: one stage
-        runs one microbatch at a time.
+        Wrap both F and I in it. I must be `torch.autograd.backward` or `.backward()`: what
+        `torch.autograd.grad` or `inputs=` does not ask for gets no gradient, here as ever.
+        Raises ZbpipeError if the splitter is already active: one stage runs one microbatch at a
+        time.
         """
         if self._active:
             raise ZbpipeError(

@@ -237,13 +237,16 @@ class Pipeline:
 
         A collective: every rank must call it. Raises ZbpipeError before the first step.
         """
+        return Timeline.merge(self._world.gather(self.local_timeline())).zeroed()
+
+    def local_timeline(self) -> Timeline:
+        """This process's part of `timeline`, in seconds of the host's clock; no collective."""
         if self._crew is None or self._last is None:
             raise ZbpipeError("timeline() before the first step: nothing has run yet")
         part = self._crew.timeline(self._last)
         curves = {r: tuple(x.meter.curve) for r, x in self._ranks.items() if x.meter is not None}
         memory = tuple(curves.get(rank, ()) for rank in range(self._world.size))
-        part = Timeline(part.spans, part.ranks, memory, part.kind)
-        return Timeline.merge(self._world.gather(part)).zeroed()
+        return Timeline(part.spans, part.ranks, memory, part.kind)
 
     def summary(self) -> str:
         """Stages, what of their backward is split, transports, and the plan once there is one."""

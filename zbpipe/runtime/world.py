@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing.spawn as mp
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.multiprocessing.spawn import start_processes
 
 from ..errors import ConfigError
 
@@ -132,7 +132,7 @@ def spawn(fn: Callable[..., None], ranks: int, args: Sequence[Any] = ()) -> Any:
     """
     # The parent holds the store, on a port the system chose: nobody can take it in between.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = mp.start_processes(
+    context = start_processes(
         _child,
         args=(fn, store.port, ranks, tuple(args)),
         nprocs=ranks,

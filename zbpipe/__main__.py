@@ -1,0 +1,7 @@
+"""`python -m zbpipe` is `zbpipe`."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())
