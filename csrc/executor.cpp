@@ -228,31 +228,36 @@ const Receiver& Executor::receiver(int channel) const { return *state_->receiver
 
 bool Executor::halt(int64_t ns) {
   State& s = *state_;
-  if (s.owner != getpid()) {
-    // A forked child has the handles of threads that it does not have: never touch them.
-    if (!s.lanes.empty()) new std::vector<std::thread>(std::move(s.lanes));
-    s.lanes.clear();
-    return true;
-  }
   if (s.abandoned) return true;
-  if (!s.stopping.exchange(true)) {
-    if (s.busy.load() != 0)
-      s.board->abort({s.rank, Tag{}, 'i', "the pipeline was closed in a step"});
-    s.board->leave(s.rank);
+  if (s.owner == getpid()) {
+    if (!s.stopping.exchange(true)) {
+      if (s.busy.load() != 0)
+        s.board->abort({s.rank, Tag{}, 'i', "the pipeline was closed in a step"});
+      s.board->leave(s.rank);
+    }
+    if (!join_lanes(now_ns() + ns)) return false;
+  } else if (!s.lanes.empty()) {
+    // A forked child has the handles of threads that it does not have: never touch them.
+    new std::vector<std::thread>(std::move(s.lanes));
+    s.lanes.clear();
   }
-  int64_t end = now_ns() + ns;
+  s.senders.clear();
+  s.receivers.clear();
+  s.callback = nullptr;
+  return true;
+}
+
+bool Executor::join_lanes(int64_t until) {
+  State& s = *state_;
   for (size_t i = 0; i < s.lanes.size(); ++i) {
     while (!*s.exited[i]) {
-      if (now_ns() > end) return false;
+      if (now_ns() > until) return false;
       futex_wake(s.round);
       timespec t = to_timespec(200'000);
       nanosleep(&t, nullptr);
     }
     if (s.lanes[i].joinable()) s.lanes[i].join();
   }
-  s.senders.clear();
-  s.receivers.clear();
-  s.callback = nullptr;
   return true;
 }
 

@@ -61,6 +61,7 @@ class Executor {
 
  private:
   struct State;
+  bool join_lanes(int64_t until);
   std::shared_ptr<State> state_;
 };
 
