@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import _native
-from ..errors import ConfigError
+from ..errors import ConfigError, ZbpipeError
 from ..program import Program, Programs
 from ..timeline import Span, Timeline
 from . import control
@@ -32,6 +32,7 @@ class Crew:
     def __init__(self, world: World, timeout: float, poison: bool = False) -> None:
         self.world = world
         self._poison = poison
+        self._pid = os.getpid()
         board = _native.Board.create(world.size) if world.rank == 0 else None
         mine = (host_id(), os.getpid(), -1 if board is None else board.fd)
         everyone = world.gather(mine)
@@ -50,6 +51,7 @@ class Crew:
         self.close = weakref.finalize(self, _stop, tuple(self.executors.values()))
         # Everybody has the board open before rank 0's process may go.
         world.gather(None)
+        board.seal()
 
     def connect(self, slots: Mapping[tuple[int, int], int]) -> None:
         """Open a channel for each (from, to) pair of ranks. Collective; once a crew.
@@ -90,9 +92,14 @@ class Crew:
         """Run one Program a rank to its end; `callbacks[rank](instruction)` does the actions.
 
         Raises StageError or ConfigError, the same on every rank, if any rank of the host failed;
-        KeyboardInterrupt if it came here. The crew cannot run again after that.
+        KeyboardInterrupt if it came here. The crew cannot run again after that. ZbpipeError where
+        the crew was closed, or in a process forked from the one that made it.
         """
         self.raise_failure()
+        if not self.close.alive:
+            raise ZbpipeError("this pipeline was closed: wrap the model again")
+        if os.getpid() != self._pid:
+            raise ZbpipeError("this process was forked from the pipeline's: step() belongs there")
         jobs = [
             (executor, loaded.native[rank], self._guard(loaded.programs[rank], callbacks[rank]))
             for rank, executor in self.executors.items()
