@@ -145,7 +145,7 @@ def test_a_rank_alone_does_not_wait_for_ever():
     crew, loaded = local(compile(build("gpipe", 1, 2)), timeout=0.4)
     stalled = threading.Event()
     with pytest.raises(StageError) as caught:
-        crew.run(loaded, {0: lambda index: index != 1 or stalled.wait() and None})
+        crew.run(loaded, {0: lambda index: index != 1 or (stalled.wait() and None)})
     named(caught.value, 0, Action(0, "F", 1), "does not return")
     stalled.set()
     crew.close()
