@@ -26,7 +26,8 @@ class World:
     """`size` ranks, of which this process drives `local`. `gather` is a collective over processes.
 
     Control messages are ordinary collectives of a gloo group, in the order of the calls that all
-    ranks make alike: `wrap`, the first step, `timeline`, `clip_grad_norm_`, `save`. Never of a step.
+    ranks make alike: `wrap`, the first step, `timeline`, `clip_grad_norm_`, `save`. A later step
+    makes none.
     """
 
     size: int
