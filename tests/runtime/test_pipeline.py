@@ -262,8 +262,31 @@ def test_measured_memory_never_exceeds_the_plan(schedule: str, name: str) -> Non
     for rank in range(ranks):
         # A stage of "trees" multiplies by constants only: it holds nothing.
         assert (name == "trees") or timeline.peak(rank) > 0
-        assert timeline.peak(rank) <= pipe.plan.peak(rank) * (1 + 1e-9)
+        assert timeline.peak(rank) <= pipe.plan.timeline.peak(rank) * (1 + 1e-9)
         assert timeline.memory[rank][-1][1] == 0  # everything was let go of
+
+
+def test_the_largest_transient_is_in_the_planned_peak() -> None:
+    """A layer that needs a big tensor for a moment, in F as in I, and keeps none of it."""
+
+    class Wide(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x + torch.ones(100_000, dtype=x.dtype).sum() * 0
+
+        @staticmethod
+        def backward(ctx, dY):
+            return dY + torch.ones(200_000, dtype=dY.dtype).sum() * 0
+
+    case = BY_NAME["blocks"]
+    x, y = case.batches()[0]
+    model = nn.Sequential(*case.build(), Map(Wide.apply))
+    pipe = wrapped(model, example=x, partition=[3, 3])
+    pipe.step(x, target=y)
+    small, big = pipe.plan.costs.transient
+    assert 0 < small < 100_000
+    assert 1_600_000 <= big < 1_700_000
+    assert pipe.plan.peak(1) == pipe.plan.timeline.peak(1) + big
 
 
 def test_an_evaluation_before_the_first_step_does_not_count_as_costs() -> None:

@@ -74,7 +74,7 @@ class Result:
     def memory_planned(self) -> float | None:
         if self.memory_measured is None:
             return None
-        return max(self.plan.peak(rank) for rank in range(self.plan.schedule.ranks))
+        return max(map(self.plan.timeline.peak, range(self.plan.schedule.ranks)))
 
 
 @dataclass

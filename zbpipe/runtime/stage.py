@@ -122,7 +122,8 @@ class Stage:
     def weights(self, microbatch: int) -> None:
         """W: what `backward` deferred."""
         held = self._held.pop(microbatch)
-        held.entry.run()
+        with self._watch():
+            held.entry.run()
         held.stash.clear()
 
     def finish(self) -> None:
