@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from zbpipe.runtime.batch import microbatches
 
@@ -39,6 +40,23 @@ class Residual(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.inner(x)
+
+
+class Checkpointed(nn.Module):
+    """Its inner layers run again in backward; `runs` counts."""
+
+    runs = 0
+
+    def __init__(self, inner: nn.Module, reentrant: bool = False) -> None:
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def _run(self, x: torch.Tensor) -> torch.Tensor:
+        Checkpointed.runs += 1
+        return self.inner(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self._run, x, use_reentrant=self.reentrant)
 
 
 def block() -> nn.Module:
@@ -382,6 +400,9 @@ CASES = [
          lambda: regression((9, 3, WIDTH), (10, 8, WIDTH), (9, 1, WIDTH), (13, 40, WIDTH)),
          tolerance=1e-6),
     Case("accumulate", _blocks, lambda: regression(*[(9, 4, WIDTH)] * 3)),
+    Case("checkpointed",
+         lambda: [nn.Linear(WIDTH, WIDTH), *(Checkpointed(block(), i % 2 == 1) for i in range(4))],
+         lambda: regression((9, 4, WIDTH))),
     Case("custom_function", lambda: [block(), Custom(), block(), Custom()],
          lambda: regression((9, 3, WIDTH))),
 ]  # fmt: skip

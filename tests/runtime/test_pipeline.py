@@ -16,6 +16,7 @@ from cases import (
     CASES,
     SCHEDULES,
     WIDTH,
+    Checkpointed,
     Map,
     assert_same_gradients,
     block,
@@ -120,6 +121,23 @@ def test_dropout_depends_on_seed_step_stage_and_microbatch_only() -> None:
     assert len(set(first)) == 3
     assert all(losses(schedule, 1) == first for schedule in SCHEDULES)
     assert losses("1f1b", 2) != first
+
+
+def test_checkpointed_dropout_is_drawn_again_alike() -> None:
+    def model():
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            inner = [nn.Sequential(block(), nn.Dropout(0.5)) for _ in range(4)]
+            return nn.Sequential(block(), *map(Checkpointed, inner)).double()
+
+    x, y = batch()
+    first = None
+    for schedule in SCHEDULES:
+        split = model()
+        wrapped(split, schedule=schedule).step(x, target=y)
+        first = first or gradients(split.named_parameters())
+        for name, grad in gradients(split.named_parameters()).items():
+            assert torch.equal(grad, first[name]), (schedule, name)
 
 
 def test_a_fresh_wrap_of_the_same_layers_after_a_step_that_raised() -> None:

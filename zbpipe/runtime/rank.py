@@ -166,7 +166,8 @@ class Rank:
             self.losses[mb] = loss
         dX: list[torch.Tensor | None] = []
         if self._run.training:
-            dX = stage.backward(mb, grads, fused=action.kind == "B")
+            with self.lock:  # checkpointed layers draw their random numbers again
+                dX = stage.backward(mb, grads, fused=action.kind == "B")
         if action.stage > 0:
             self._pass_on(index, action, dX, (self._run.key, self.losses[mb]))
 

@@ -128,7 +128,8 @@ class Stage:
 
     def finish(self) -> None:
         """After the step's last W: post-accumulate-grad hooks, once a parameter."""
-        fire_hooks(p for p in self.parameters if p in self._touched)
+        with torch.no_grad():  # as autograd calls them
+            fire_hooks(p for p in self.parameters if p in self._touched)
 
     def _watch(self) -> AbstractContextManager[None]:
         return nullcontext() if self.meter is None else self.meter.watch()
