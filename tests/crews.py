@@ -1,4 +1,4 @@
-"""Ranks to test the executor with: forked or spawned processes, and callbacks that check messages."""
+"""Ranks to test the executor with, forked or spawned, and callbacks that check messages."""
 
 from __future__ import annotations
 

@@ -97,13 +97,13 @@ def test_bad_input_is_a_config_error_on_every_rank():
         assert str(outcome.error) == "rank 1: batch is odd"
 
 
-class Unprintable(Exception):
+class UnprintableError(Exception):
     def __str__(self):
         raise TypeError("no words")
 
 
 def unprintable(crew):
-    raise Unprintable
+    raise UnprintableError
 
 
 def long_text(crew):
@@ -145,7 +145,7 @@ def test_a_rank_alone_does_not_wait_for_ever():
     crew, loaded = local(compile(build("gpipe", 1, 2)), timeout=0.4)
     stalled = threading.Event()
     with pytest.raises(StageError) as caught:
-        crew.run(loaded, {0: lambda index: index != 1 or stalled.wait() and None})
+        crew.run(loaded, {0: lambda index: index != 1 or (stalled.wait() and None)})
     named(caught.value, 0, Action(0, "F", 1), "does not return")
     stalled.set()
     crew.close()
