@@ -266,6 +266,20 @@ def test_measured_memory_never_exceeds_the_plan(schedule: str, name: str) -> Non
         assert timeline.memory[rank][-1][1] == 0  # everything was let go of
 
 
+def test_an_evaluation_before_the_first_step_does_not_count_as_costs() -> None:
+    case = BY_NAME["blocks"]
+    x, y = case.batches()[0]
+    plans = []
+    for first in (False, True):
+        pipe = wrapped(case.build(), example=x)
+        if first:
+            pipe.eval_step(x.repeat(5, 1, 1), target=y.repeat(5, 1, 1))
+            assert pipe.plan is None
+        pipe.step(x, target=y)
+        plans.append(pipe.plan)
+    assert plans[0].costs.act == plans[1].costs.act
+
+
 def test_memory_budget_chooses_or_refuses() -> None:
     case = BY_NAME["blocks"]
     x, y = case.batches()[0]
@@ -310,7 +324,8 @@ def test_two_stages_on_a_rank_hand_over_without_a_message() -> None:
     assert schedule.placement == (0, 1, 1, 0)
     model = case.build()
     pipe = wrapped(model, schedule=schedule, microbatches=2)
-    pipe.step(x, target=y)
+    before = pipe.eval_step(x, target=y)
+    torch.testing.assert_close(before, pipe.step(x, target=y))
     want, _ = reference(case, 2)
     assert_same_gradients(gradients(model.named_parameters()), want, 1e-12)
 

@@ -7,7 +7,7 @@ import queue
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -105,19 +105,18 @@ def run(options: Options) -> Results:
     process = spawn(worker, options.stages, (options, reports))
     results: Results | None = None
     with _progress(options) as advance:
-        running = True
-        while running or results is None:
-            running = running and not process.join(timeout=0.05)
-            try:
-                kind, value = reports.get(timeout=0.05 if running else 5)
-            except queue.Empty:
-                if not running:
-                    raise zbpipe.ZbpipeError("the ranks ended without a result") from None
-                continue
-            if kind == "step":
-                advance(value)
-            else:
-                results = value
+        # A rank that fails raises here, out of join. Results come last, so that nothing is left in
+        # the queue, which a rank could not end with.
+        while not process.join(timeout=0.05):
+            with suppress(queue.Empty):
+                while True:
+                    kind, value = reports.get_nowait()
+                    if kind == "step":
+                        advance(value)
+                    else:
+                        results = value
+    if results is None:
+        raise zbpipe.ZbpipeError("the ranks ended without a result")
     return results
 
 

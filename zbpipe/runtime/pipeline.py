@@ -19,7 +19,7 @@ from ..model.stages import Layer
 from ..plan import Plan
 from ..program import Programs, compile
 from ..schedule.core import Action, Schedule
-from ..schedule.families import forward_only
+from ..schedule.families import evaluation
 from ..timeline import Timeline
 from . import batch, planner
 from .checkpoint import save
@@ -99,11 +99,13 @@ class Pipeline:
                 module.training = training
 
     def _step(self, mode: str, value: Any, target: Any) -> torch.Tensor:
-        if self._crew is None:
+        if self._crew is not None:
+            self._crew.raise_failure()
+        if mode not in self._loaded:
             run = self._prepare_together(mode, value, target)
             self._start(run)
         else:
-            self._crew.raise_failure()
+            assert self._crew is not None
             try:
                 run = self._prepare(mode, value, target)
             except Exception as error:
@@ -179,20 +181,28 @@ class Pipeline:
                 threads,
                 lock,
             )
-        costs = self._measure(run) if settings.profile else None
-        # Rank 0 decides. An error of its decision is raised by all.
-        plan = world.agree(lambda: self._choose(costs) if world.rank == 0 else None, "planning")[0]
-        self.plan = plan
-        evaluation = forward_only(world.size, settings.microbatches)
-        programs = {"step": compile(plan.schedule)}
-        if evaluation.placement == plan.schedule.placement:
-            programs["eval_step"] = compile(evaluation, forward_only=True)
+        order = settings.schedules[0]
+        programs = {}
+        if run.training:
+            costs = self._measure(run) if settings.profile else None
+            # Rank 0 decides. An error of its decision is raised by all.
+            choose = world.agree(
+                lambda: self._choose(costs) if world.rank == 0 else None, "planning"
+            )
+            self.plan = choose[0]
+            order = choose[0].schedule
+            programs["step"] = compile(order)
+        # An evaluation may come first; its batch says nothing about the costs of a step.
+        programs["eval_step"] = compile(evaluation(order), forward_only=True)
         crew = Crew(world, settings.timeout, settings.poison)
         crew.connect(_most_slots(programs.values()))
+        self.close()
         self._loaded = {mode: crew.load(program) for mode, program in programs.items()}
         self._crew = crew
 
-    def _choose(self, costs: Costs | None) -> Plan:
+    def _choose(self, costs: Costs | None) -> Plan | None:
+        if self._world.rank != 0:
+            return None
         schedules = self._settings.schedules
         if costs is None:
             return Plan.make(schedules[0], Costs.uniform(schedules[0].stages))

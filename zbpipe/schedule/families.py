@@ -96,6 +96,20 @@ def forward_only(ranks: int, microbatches: int) -> Schedule:
     )
 
 
+def evaluation(schedule: Schedule) -> Schedule:
+    """An evaluation order for the placement of `schedule`: `forward_only` where it is linear.
+
+    Else the order of the training step without its W: what can run with them can run without.
+    """
+    if schedule.placement == linear_placement(schedule.ranks):
+        return forward_only(schedule.ranks, schedule.microbatches)
+    rows = tuple(
+        tuple(a if a.kind == "F" else a._replace(kind="I") for a in row if a.kind != "W")
+        for row in schedule.rows
+    )
+    return Schedule(rows, schedule.microbatches, schedule.placement, "evaluation")
+
+
 def _alternate(backward: str, m: int, warm_up: int) -> Row:
     """`warm_up` forwards, then backward and forward in turn, each ascending."""
     warm_up = min(m, warm_up)
