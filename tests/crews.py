@@ -1,4 +1,4 @@
-"""Ranks to test the executor with: forked or spawned processes, and callbacks that check messages."""
+"""Ranks to test the executor with, forked or spawned, and callbacks that check messages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from zbpipe.errors import ZbpipeError
+from zbpipe.errors import StageError, ZbpipeError
 from zbpipe.program import Programs
 from zbpipe.runtime.executor import Crew, Loaded
 from zbpipe.runtime.world import World, spawn
+from zbpipe.schedule.core import Action
 
 # Hang guard of the helpers below; nothing is measured against it.
 _HANG_S = 90
@@ -233,6 +233,10 @@ def process_state(pid: int) -> str:
         return ""
 
 
-def main_of(script: str) -> list[str]:
-    """The command that runs `script` in a fresh interpreter with the tests' modules at hand."""
-    return [sys.executable, "-c", script]
+def named(error: BaseException | None, rank: int, action: Action | None, cause: str) -> None:
+    """`error` is a StageError of `rank` in `action`, and says `cause`."""
+    assert type(error) is StageError, error
+    assert (error.rank, cause in error.cause) == (rank, True), error
+    where = None if action is None else (action.stage, action.kind, action.microbatch)
+    given = (error.stage, error.action, error.microbatch)
+    assert given == (where or (None, None, None)), error

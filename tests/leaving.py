@@ -107,7 +107,7 @@ def in_a_thread() -> None:
 
 
 def _stalled(body) -> None:
-    crew, loaded = ran(timeout=0.3)
+    crew, loaded = ran(timeout=1.0)
     try:
         crew.run(loaded, {0: lambda index: None, 1: lambda index: body()})
     except StageError as error:
