@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 import zbpipe
-from cases import CASES, SCHEDULES, WIDTH, Map, assert_same_gradients, gradients, mse, reference
+from cases import CASES, SCHEDULES, WIDTH, Map, mse
 from crews import Outcome, forked, lane_threads, shared_files
+from unsplit import assert_same_gradients, gradients, reference
 from zbpipe import ConfigError, MemoryBudgetError, ScheduleError, StageError
 
 BY_NAME = {case.name: case for case in CASES}

@@ -14,10 +14,8 @@ from cases import (
     Case,
     Checkpointed,
     Counted,
-    assert_same_gradients,
-    gradients,
-    reference,
 )
+from unsplit import assert_same_gradients, gradients, reference
 
 
 def run(case: Case, ranks: int, m: int, schedule: str):

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..model.rules import Deferred, used_directly
+from ..model.graph import used_directly
+from ..model.rules import Deferred
 from ..model.split import Splitter, fire_hooks, mute_hooks
 from .boundary import Inputs
 from .memory import Held, Meter
