@@ -10,7 +10,7 @@ from typing import Any
 
 from .. import _native
 from ..errors import ConfigError, ZbpipeError
-from ..program import Program, Programs
+from ..program import Op, Program, Programs
 from ..timeline import Span, Timeline
 from . import control
 from .world import World, host_id
@@ -133,12 +133,16 @@ class Crew:
             raise control.error_of(failure) from self._errors.get(failure[0])
 
     def timeline(self, loaded: Loaded, kind: str = "measured") -> Timeline:
-        """What this process's ranks did in the last run, seconds of the host's monotonic clock."""
+        """What this process's ranks did in the last run, seconds of the host's monotonic clock.
+
+        Messages are received in place: a receive is the moment of the arrival, not the wait for it.
+        """
         spans = []
         for rank, program in loaded.programs.items():
             times = self.executors[rank].times()
             for instruction, (start, end) in zip(program.instructions, times, strict=True):
                 lane = program.lanes[instruction.lane]
+                start = end if instruction.op == Op.RECEIVE else start
                 spans.append(Span(rank, lane, instruction.action, start / 1e9, end / 1e9))
         return Timeline(tuple(spans), self.world.size, kind=kind)
 
