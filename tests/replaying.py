@@ -36,7 +36,7 @@ def make(name: str, ranks: int, microbatches: int) -> Schedule:
     """A family's schedule, `forward_only`, or the V placement above (also only forward)."""
     if name == "forward_only":
         return forward_only(ranks, microbatches)
-    if name.startswith("v"):
+    if name in ("v", "v_forward_only"):
         schedule = v_schedule(ranks, microbatches)
         if name == "v":
             return schedule

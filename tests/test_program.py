@@ -17,7 +17,8 @@ from zbpipe.schedule.check import check
 from zbpipe.schedule.core import Action, Schedule
 from zbpipe.schedule.simulate import microbatches_held
 
-NAMES = (*FAMILIES, "forward_only", "v", "v_forward_only")
+RUN = tuple(name for name in FAMILIES if name != "dualpipe")  # which cannot be compiled
+NAMES = (*RUN, "forward_only", "v", "v_forward_only")
 SIZES = [(p, m) for p in (1, 2, 4, 8) for m in (1, max(1, p - 1), p, 2 * p + 1)]
 
 

@@ -89,17 +89,38 @@ def compile(
     """Compile a checked schedule, and prove by co-simulation that it cannot deadlock.
 
     `forward_only`: the schedule's I cells only pass the loss on (evaluation), so that nothing is
-    kept after F. Raises ScheduleError if the ranks would wait for each other in a circle.
+    kept after F. Raises ScheduleError if the ranks would wait for each other in a circle, or if the
+    schedule has several copies of the parameters (DualPipe), which the runtime does not keep.
     """
+    if schedule.copies > 1:
+        raise ScheduleError(
+            f"{schedule.name or 'schedule'} keeps {schedule.copies} copies of the parameters: it "
+            "can be planned, not run; dualpipe_v is its like with one copy"
+        )
     flow = _Flow(schedule, forward_only)
+    longest = max((len(messages) for messages in flow.channels.values()), default=0)
+    while True:
+        programs = _programs(flow, prefetch)
+        try:
+            cosimulate(programs)
+        except ScheduleError:
+            # A channel that carries activations and gradients is one queue: a message that comes
+            # early may need a place although its turn is late. With a place each, it is the order.
+            if prefetch >= longest:
+                raise
+            prefetch = min(2 * prefetch + 1, longest)
+        else:
+            return programs
+
+
+def _programs(flow: _Flow, prefetch: int) -> Programs:
     coloured = {pair: _colour(flow, pair, prefetch) for pair in flow.channels}
-    programs = Programs(
-        ranks=tuple(_program(flow, rank, coloured) for rank in range(schedule.ranks)),
+    ranks = range(flow.schedule.ranks)
+    return Programs(
+        ranks=tuple(_program(flow, rank, coloured) for rank in ranks),
         slots={pair: 1 + max(slot for slot, _ in rows) for pair, rows in coloured.items()},
-        forward_only=forward_only,
+        forward_only=flow.forward_only,
     )
-    cosimulate(programs)
-    return programs
 
 
 def virtual(

@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from zbpipe.costs import Costs
-from zbpipe.schedule import FAMILIES, Action, Schedule, build
+from zbpipe.schedule import LINEAR, Action, Schedule, build
 from zbpipe.schedule.render import describe, svg, text
 from zbpipe.schedule.simulate import simulate
 from zbpipe.timeline import Span, Timeline
@@ -64,14 +64,14 @@ rank 1  |.   F0  F1  F2  F3  F4  F5  …
 
 
 @pytest.mark.parametrize("width", [1, 20, 57, 119, 120])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", LINEAR)
 def test_rows_keep_to_the_width(name, width):
     lines = text(build(name, 4, 16), width=width).splitlines()[:4]
     narrowest = len("rank 0 |F15 …")
     assert all(len(line) <= max(width, narrowest) for line in lines)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", LINEAR)
 def test_svg_is_well_formed_and_holds_every_span_to_scale(name):
     timeline = simulate(build(name, 3, 4), Costs.uniform(3, comm=0.25))
     root = ET.fromstring(svg(timeline, width=864))

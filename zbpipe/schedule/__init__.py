@@ -5,11 +5,12 @@ which itself needs `core`.
 """
 
 from .core import Action, Schedule, linear_placement
-from .families import ALIASES, FAMILIES, build, forward_only, resolve
+from .families import ALIASES, FAMILIES, LINEAR, build, forward_only, resolve
 
 __all__ = [
     "ALIASES",
     "FAMILIES",
+    "LINEAR",
     "Action",
     "Schedule",
     "build",

@@ -64,6 +64,8 @@ def _fault(schedule: Schedule, rank: int, action: Action, done: Collection[Actio
         return f"no such stage: want 0 to {schedule.stages - 1}"
     if not 0 <= microbatch < schedule.microbatches:
         return f"no such microbatch: want 0 to {schedule.microbatches - 1}"
+    if microbatch not in schedule.microbatches_of(stage):
+        return f"microbatch {microbatch} belongs to another copy than stage {stage}"
     if schedule.placement[stage] != rank:
         return f"stage {stage} lives on rank {schedule.placement[stage]}"
     if action in done:
@@ -84,7 +86,7 @@ def _check_complete(schedule: Schedule) -> None:
     for stage, rank in enumerate(schedule.placement):
         row = schedule.rows[rank]
         done = {(action.kind, action.microbatch) for action in row if action.stage == stage}
-        for microbatch in range(schedule.microbatches):
+        for microbatch in schedule.microbatches_of(stage):
             kinds = "".join(kind for kind in "FIWB" if (kind, microbatch) in done)
             if kinds in ("FB", "FIW"):
                 continue

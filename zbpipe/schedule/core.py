@@ -48,6 +48,8 @@ class Schedule:
     """The ordered actions of every rank. Any order can be held; `check` says whether it is one.
 
     `rows[rank]` are the rank's actions; `placement[stage]` is the rank that runs the stage.
+    `copies`: pipelines side by side (2 for DualPipe, else 1). Each has its share of the stages, in
+    order, and of the microbatches, as numpy.array_split cuts them.
     Raises ScheduleError if there is no rank, no microbatch, or a stage placed on no such rank.
     """
 
@@ -55,12 +57,17 @@ class Schedule:
     microbatches: int
     placement: tuple[int, ...]
     name: str = ""
+    copies: int = 1
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
             raise ScheduleError(f"microbatches = {self.microbatches}: want at least 1")
         if not self.rows or not self.placement:
             raise ScheduleError("a schedule needs at least one rank and one stage")
+        if self.copies < 1 or len(self.placement) % self.copies:
+            raise ScheduleError(
+                f"copies = {self.copies}: want a divisor of the {len(self.placement)} stages"
+            )
         for stage, rank in enumerate(self.placement):
             if not 0 <= rank < len(self.rows):
                 raise ScheduleError(
@@ -79,13 +86,40 @@ class Schedule:
         """The stages that `rank` runs, ascending."""
         return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
 
+    @property
+    def depth(self) -> int:
+        """Stages that a microbatch passes."""
+        return self.stages // self.copies
+
+    def microbatches_of(self, stage: int) -> range:
+        """The microbatches that run through `stage`: all of them, or its copy's share."""
+        copy = stage // self.depth
+        size, larger = divmod(self.microbatches, self.copies)
+        start = copy * size + min(copy, larger)
+        return range(start, start + size + (copy < larger))
+
+    def linked(self, stage: int) -> bool:
+        """Whether `stage` passes its output on to stage + 1: not where a copy ends."""
+        return 0 <= stage < self.stages - 1 and (stage + 1) % self.depth != 0
+
     def digest(self) -> str:
         """32 hex digits that are equal exactly where rows and placement are (not the name)."""
-        text = f"{','.join(map(str, self.placement))}\n{self.to_csv()}"
+        text = f"{','.join(map(str, self.placement))}\n{self._text()}"
+        text += f"copies {self.copies}\n" if self.copies > 1 else ""
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def to_csv(self) -> str:
-        """One line a rank, one cell an action, no header: what torch's pipelining reads."""
+        """One line a rank, one cell an action, no header: what torch's pipelining reads.
+
+        Raises ScheduleError for a schedule of several copies, which that grammar cannot say.
+        """
+        if self.copies > 1:
+            raise ScheduleError(
+                f"{self.name or 'schedule'} has {self.copies} copies: no CSV for it"
+            )
+        return self._text()
+
+    def _text(self) -> str:
         return "".join(",".join(map(str, row)) + "\n" for row in self.rows)
 
     @classmethod

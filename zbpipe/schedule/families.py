@@ -6,7 +6,10 @@ import difflib
 from collections.abc import Callable, Iterator
 
 from ..errors import ScheduleError
+from .bidirectional import dualpipe
 from .core import Action, Schedule, linear_placement
+from .looped import interleaved, interleaved_zb
+from .vshape import dualpipe_v, v_half, v_min, zb_v
 
 Row = Iterator[tuple[str, int]]
 Family = Callable[[int, int], Schedule]
@@ -136,12 +139,25 @@ FAMILIES: dict[str, Family] = {
     "1f1b": one_f_one_b,
     "zb_h1": zb_h1,
     "zb_h2": zb_h2,
+    "interleaved": interleaved,
+    "interleaved_zb": interleaved_zb,
+    "zb_v": zb_v,
+    "v_half": v_half,
+    "v_min": v_min,
+    "dualpipe_v": dualpipe_v,
+    "dualpipe": dualpipe,
 }
+
+# One stage a rank, in order; the others have several, or copies.
+LINEAR = ("gpipe", "1f1b", "zb_h1", "zb_h2")
 
 ALIASES = {
     "one_f_one_b": "1f1b",
     "zb1p": "zb_h1",
     "zb2p": "zb_h2",
+    "interleaved_1f1b": "interleaved",
+    "interleaved_zero_bubble": "interleaved_zb",
+    "zbv": "zb_v",
 }
 
 

@@ -68,14 +68,14 @@ def planned_peak(schedule: Schedule, costs: Costs, rank: int) -> float:
 def microbatches_held(schedule: Schedule, released: str = "I") -> tuple[float, ...]:
     """The most microbatches each rank holds at once, from F until `released` (I or W; B is both).
 
-    On a rank of v stages each of them holds 1/v of a microbatch.
+    On a rank of v chunks each of them holds 1/v of a microbatch.
     """
     if released not in ("I", "W"):
         raise ConfigError(f"released = {released!r}: want I or W")
     step = {"F": 1, "B": -1, released: -1}
     return tuple(
         max(accumulate(step.get(kind, 0) for _, kind, _ in row), default=0)
-        / max(1, len(schedule.stages_of(rank)))
+        / max(1, len(schedule.stages_of(rank)) // schedule.copies)
         for rank, row in enumerate(schedule.rows)
     )
 
@@ -93,10 +93,14 @@ class Replay:
         self._require_known_cells()
         # When, by stage · m + microbatch: the input is there, F is done, the gradient is there,
         # I is done. The first stage's inputs and the last stage's gradients come from nowhere.
-        later = [_ABSENT] * ((stages - 1) * m)
-        self._input = [0.0] * m + later
+        depth = schedule.depth
+        self._input, self._gradient = [_ABSENT] * (stages * m), [_ABSENT] * (stages * m)
+        for first in range(0, stages, depth):
+            self._input[first * m : (first + 1) * m] = [0.0] * m
+            last = first + depth - 1
+            self._gradient[last * m : (last + 1) * m] = [0.0] * m
         self._forward = [_ABSENT] * (stages * m)
-        self._gradient = later + [0.0] * m
+        self._linked = [schedule.linked(stage) for stage in range(stages)]
         self._backward = [_ABSENT] * (stages * m)
         self._hop = [
             costs.comm[s] if placement[s] != placement[s + 1] else 0.0 for s in range(stages - 1)
@@ -126,7 +130,7 @@ class Replay:
     def _run(self, rank: int) -> set[int]:
         """Run `rank` as far as it gets; returns the ranks whose inputs that made."""
         schedule, costs = self._schedule, self._costs
-        m, last, placement = schedule.microbatches, schedule.stages - 1, schedule.placement
+        m, linked, placement = schedule.microbatches, self._linked, schedule.placement
         row, done, clock = schedule.rows[rank], self.spans[rank], self._clock[rank]
         woken: set[int] = set()
         for index in range(len(done), len(row)):
@@ -141,12 +145,12 @@ class Replay:
             done.append(Span(rank, "compute", action, start, clock))
             if kind == "F":
                 self._forward[at] = clock
-                if stage < last:
+                if linked[stage]:
                     self._input[at + m] = clock + self._hop[stage]
                     woken.add(placement[stage + 1])
             elif kind != "W":
                 self._backward[at] = clock
-                if stage:
+                if stage and linked[stage - 1]:
                     self._gradient[at - m] = clock + self._hop[stage - 1]
                     woken.add(placement[stage - 1])
         self._clock[rank] = clock
