@@ -12,6 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 SCHEDULES = ("gpipe", "1f1b", "zb1p", "zb2p")
+# Two stages a rank: twice as many as there are ranks.
+CHUNKED = ("interleaved", "interleaved_zb", "zb_v", "v_half", "v_min", "dualpipe_v")
 WIDTH = 6
 Batch = tuple[Any, torch.Tensor]
 

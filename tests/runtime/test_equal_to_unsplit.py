@@ -10,6 +10,7 @@ import torch
 import zbpipe
 from cases import (
     CASES,
+    CHUNKED,
     SCHEDULES,
     Case,
     Checkpointed,
@@ -18,14 +19,14 @@ from cases import (
 from unsplit import assert_same_gradients, gradients, reference
 
 
-def run(case: Case, ranks: int, m: int, schedule: str):
-    """The pipeline, its model and the losses, after the case's steps; freed slots are poisoned."""
+def run(case: Case, ranks: int, m: int, schedule: str, chunks: int):
+    """The model and the losses after the case's steps; freed slots are poisoned."""
     model = case.build()
     pipe = zbpipe.wrap(
         model,
         microbatches=m,
         schedule=schedule,
-        partition=case.split(ranks),
+        partition=case.split(ranks * chunks),
         loss_fn=case.loss_fn,
         loss_weight=case.loss_weight,
         local_ranks=ranks,
@@ -36,31 +37,47 @@ def run(case: Case, ranks: int, m: int, schedule: str):
     return model, losses
 
 
+def compare(case: Case, ranks: int, m: int, schedules: tuple[str, ...], chunks: int = 1) -> None:
+    """Each schedule equals the unsplit model, and all of them each other to the bit."""
+    want, want_losses = reference(case, m)
+    bits = None
+    for schedule in schedules:
+        Counted.calls = Checkpointed.runs = 0
+        model, losses = run(case, ranks, m, schedule, chunks)
+        for loss, expected in zip(losses, want_losses, strict=True):
+            error = abs(loss - expected)
+            assert error <= max(case.tolerance, 1e-12) * abs(expected), (schedule, m)
+        got = gradients(model.named_parameters())
+        assert_same_gradients(got, want, case.tolerance)
+        for (name, buffer), (_, expected) in zip(
+            model.named_buffers(), want.named_buffers(), strict=True
+        ):
+            torch.testing.assert_close(buffer, expected, msg=name)
+        bits = bits or (got, losses)
+        assert all(torch.equal(a, b) for a, b in zip(losses, bits[1], strict=True))
+        for name, grad in got.items():
+            assert grad is None or torch.equal(grad, bits[0][name]), (name, schedule, m)
+        if case.name == "checkpointed":
+            assert Checkpointed.runs == 4 * m * 2  # in F, and once more in I
+        if case.name == "custom_function":
+            assert Counted.calls == 2 * m
+
+
+def microbatch_counts(ranks: int) -> list[int]:
+    return sorted({1, max(1, ranks - 1), ranks, 2 * ranks + 1})
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_feature_under_every_schedule(case: Case, ranks: int) -> None:
-    for m in sorted({1, max(1, ranks - 1), ranks, 2 * ranks + 1}):
-        if not case.fits(ranks, m):
-            continue
-        want, want_losses = reference(case, m)
-        bits = None
-        for schedule in SCHEDULES:
-            Counted.calls = Checkpointed.runs = 0
-            model, losses = run(case, ranks, m, schedule)
-            for loss, expected in zip(losses, want_losses, strict=True):
-                error = abs(loss - expected)
-                assert error <= max(case.tolerance, 1e-12) * abs(expected), (schedule, m)
-            got = gradients(model.named_parameters())
-            assert_same_gradients(got, want, case.tolerance)
-            for (name, buffer), (_, expected) in zip(
-                model.named_buffers(), want.named_buffers(), strict=True
-            ):
-                torch.testing.assert_close(buffer, expected, msg=name)
-            bits = bits or (got, losses)
-            assert all(torch.equal(a, b) for a, b in zip(losses, bits[1], strict=True))
-            for name, grad in got.items():
-                assert grad is None or torch.equal(grad, bits[0][name]), (name, schedule, m)
-            if case.name == "checkpointed":
-                assert Checkpointed.runs == 4 * m * 2  # in F, and once more in I
-            if case.name == "custom_function":
-                assert Counted.calls == 2 * m
+    for m in microbatch_counts(ranks):
+        if case.fits(ranks, m):
+            compare(case, ranks, m, SCHEDULES)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_feature_with_two_stages_a_rank(case: Case, ranks: int) -> None:
+    for m in microbatch_counts(ranks):
+        if case.fits(2 * ranks, m):
+            compare(case, ranks, m, CHUNKED, chunks=2)
