@@ -39,8 +39,8 @@ def layers_of(model: Any) -> list[Layer]:
                 )
     else:
         raise ConfigError(
-            f"model is a {type(model).__name__}: want an nn.Sequential or a list of layers "
-            "(Hugging Face models as they are come with a later version)"
+            f"model is a {type(model).__name__}: want an nn.Sequential, a list of layers, or "
+            "a Hugging Face model"
         )
     if not layers:
         raise ConfigError("model has no layers")

@@ -6,6 +6,7 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from ..errors import ConfigError
 from ..runtime import planner
 from ..runtime.batch import batch_size, check_size
 from ..runtime.batch import microbatches as microbatches_of
-from ..runtime.pipeline import Pipeline, Settings
+from ..runtime.pipeline import Cut, Pipeline, Settings
 from ..runtime.world import World, join
+from .hf import Decoder, is_hf, take_apart, tied
 from .partition import check_partition, layer_flops
 from .partition import partition as balance
 from .profile import layer_seconds
@@ -49,16 +51,18 @@ def wrap(
     ordinary modules outside `step`.
 
     Args:
-        model: an nn.Sequential, or a list of layers or of stages, called one after the other.
+        model: an nn.Sequential, or a list of layers or of stages, called one after the other; or a
+            Hugging Face decoder, whose step takes the model's own arguments, and whose own loss is
+            used if there are labels.
         microbatches: m, the slices of a global batch, cut as numpy.array_split does.
         schedule: a family ("gpipe", "1f1b", "zb1p", "zb2p", …), a Schedule, the path of a CSV, or
             "auto": the fastest for measured costs that fits `memory`.
         memory: budget a rank for activations and stash: bytes, text such as "60GiB", or a list
             with one a rank. None: no limit. With a budget, costs are measured at the first step.
         partition: layers of each stage, or "auto": balanced by `example`, else by parameters.
-        example: an input of the first layer. With it layers are timed on rank 0 and the plan's
-            costs are measured in trial runs at the first step; neither leaves a trace in gradients
-            or buffers.
+        example: an input of the first layer. With it layers are timed on rank 0 (not those of a
+            Hugging Face model) and the plan's costs are measured in trial runs at the first step;
+            neither leaves a trace in gradients or buffers.
         loss_fn: loss_fn(output, target) → mean over a microbatch, 0-d; without it the last layer's
             output is the loss.
         loss_weight: loss_weight(target) → weight of a microbatch's mean in the batch's; default
@@ -75,7 +79,7 @@ def wrap(
     """
     world = join(local_ranks, mesh)
 
-    def prepare() -> tuple[Settings, list[Layer], list[int]]:
+    def prepare() -> tuple[Settings, Taken]:
         settings = _settings(
             world,
             microbatches,
@@ -88,25 +92,55 @@ def wrap(
             timeout,
             seed,
         )
-        layers = layers_of(model)
-        return settings, layers, _partition(partition, layers, settings.schedules[0].stages)
+        return settings, _take(model, partition, settings.schedules[0].stages)
 
     prepared: list[Any] = []
     world.agree(lambda: prepared.append(prepare()), "wrapping the model")
-    settings, layers, sizes = prepared[0]
-    if partition == "auto" and example is not None:
+    settings, taken = prepared[0]
+    if partition == "auto" and example is not None and taken.decoder is None:
         stages = settings.schedules[0].stages
         sizes = world.agree(
-            lambda: _timed(world, layers, example, microbatches, stages), "timing the layers"
+            lambda: _timed(world, taken.layers, example, microbatches, stages), "timing the layers"
         )[0]
-    digests = world.agree(lambda: _digest(settings, layers, sizes), "wrapping the model")
+        taken = replace(taken, sizes=sizes)
+    digests = world.agree(lambda: _digest(settings, taken), "wrapping the model")
     for rank, (digest, what) in enumerate(digests):
         if digest != digests[0][0]:
             raise ConfigError(
                 f"rank {rank} wraps another model or other arguments than rank 0: "
                 f"{what} against {digests[0][1]}"
             )
-    return Pipeline(world, cut(layers, sizes), settings)
+    return Pipeline(world, taken.cut(), settings)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The model's layers, how many of them each stage gets, and the decoder they are of, if one."""
+
+    layers: list[Layer]
+    sizes: list[int]
+    decoder: Decoder | None = None
+
+    def cut(self) -> Cut:
+        """The stages. Raises ConfigError where two of them share what they cannot share."""
+        if self.decoder is None:
+            return Cut(cut(self.layers, self.sizes))
+        stages = self.decoder.stage_layers(self.sizes)
+        runners = [self.decoder.runner(self.sizes, i) for i in range(len(stages))]
+        return Cut(stages, runners, self.decoder.model, tied(stages))
+
+
+def _take(model: Any, partition: Any, stages: int) -> Taken:
+    decoder = take_apart(model) if is_hf(model) else None
+    if decoder is None:
+        layers = layers_of(model)
+        costs = [layer_flops(module) for _, module in layers]
+    else:
+        layers = [(f"{decoder.path}.{i}", layer) for i, layer in enumerate(decoder.layers)]
+        costs = decoder.costs()
+    taken = Taken(layers, _partition(partition, costs, stages), decoder)
+    taken.cut()  # so that sharing that cannot be is an error on every rank
+    return taken
 
 
 def _settings(
@@ -168,12 +202,12 @@ def parse_bytes(value: Any) -> float:
     raise ConfigError(f'memory = {value!r}: want bytes, or text such as "60GiB" or "1.5GB"')
 
 
-def _partition(partition: Any, layers: Sequence[Layer], stages: int) -> list[int]:
+def _partition(partition: Any, costs: Sequence[float], stages: int) -> list[int]:
     if isinstance(partition, str):
         if partition != "auto":
             raise ConfigError(f'partition = {partition!r}: want "auto" or layers per stage')
-        return list(balance([layer_flops(module) for _, module in layers], stages))
-    return list(check_partition(partition, len(layers), stages))
+        return list(balance(costs, stages))
+    return list(check_partition(partition, len(costs), stages))
 
 
 def _timed(
@@ -188,7 +222,9 @@ def _timed(
     return list(balance(layer_seconds(layers, first), stages))
 
 
-def _digest(settings: Settings, layers: Sequence[Layer], sizes: Sequence[int]) -> tuple[str, str]:
+def _digest(settings: Settings, taken: Taken) -> tuple[str, str]:
+    sizes, around = taken.sizes, taken.decoder
+    layers = taken.layers if around is None else [*around.before, *taken.layers, *around.after]
     schedules = [schedule.digest() for schedule in settings.schedules]
     parts = (schedules, settings.memory, settings.seed, describe(layers), list(sizes))
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()

@@ -11,10 +11,17 @@ from .world import World
 
 
 def clip_grad_norm(
-    world: World, parameters: Sequence[torch.nn.Parameter], max_norm: float, norm_type: float
+    world: World,
+    parameters: Sequence[torch.nn.Parameter],
+    counted: Sequence[torch.nn.Parameter],
+    max_norm: float,
+    norm_type: float,
 ) -> torch.Tensor:
-    """Clip by the norm over every rank's gradients; returns that norm (0-d, fp32 or fp64)."""
-    grads = [p.grad for p in parameters if p.grad is not None]
+    """Clip by the norm over every rank's gradients; returns that norm (0-d, fp32 or fp64).
+
+    `counted`: those of `parameters` that no other rank counts.
+    """
+    grads = [p.grad for p in counted if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(grads, norm_type)
     parts = [float(part) for part in world.gather(float(norm))]
     if math.isinf(norm_type):

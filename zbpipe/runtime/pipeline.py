@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,19 +14,22 @@ from torch import nn
 
 from ..costs import Costs
 from ..errors import ConfigError, ZbpipeError
+from ..model.hf import unignored
 from ..model.profile import untouched
 from ..model.stages import Layer
 from ..plan import Plan
 from ..program import Programs, compile
-from ..schedule.core import Action, Schedule
+from ..schedule.core import Schedule
 from ..schedule.families import evaluation
 from ..timeline import Timeline
 from . import batch, planner
 from .checkpoint import save
 from .executor import Crew, Loaded
+from .module import StagedModule
 from .optimizer import clip_grad_norm
 from .rank import LossFn, Rank, Run, mismatch
 from .stage import Stage
+from .tied import Tied
 from .world import World
 
 # Trial runs: the first counts memory and warms up, the others are timed.
@@ -49,7 +52,21 @@ class Settings:
     poison: bool = False
 
 
-class Pipeline:
+@dataclass(frozen=True)
+class Cut:
+    """A model in stages: (name, module) of what each holds; how the stages run, if not in order.
+
+    `whole`: a model that keeps its own forward, and takes keyword arguments. `tied`: parameters
+    that the first and the last stage share.
+    """
+
+    stages: Sequence[Sequence[Layer]]
+    runners: Sequence[Callable[[Any, Any], Any]] | None = None
+    whole: nn.Module | None = None
+    tied: Sequence[nn.Parameter] = ()
+
+
+class Pipeline(StagedModule):
     """A model split over ranks by depth. Made by `zbpipe.wrap`; see there for the arguments.
 
     `plan` is the Plan that is being run: None until the first step has chosen it.
@@ -57,16 +74,24 @@ class Pipeline:
 
     plan: Plan | None
 
-    def __init__(self, world: World, stages: Sequence[Sequence[Layer]], settings: Settings) -> None:
+    def __init__(self, world: World, cut: Cut, settings: Settings) -> None:
         self.plan = None
         self._world, self._settings = world, settings
-        self._layers = [list(stage) for stage in stages]
+        self._layers = [list(stage) for stage in cut.stages]
         placement = settings.schedules[0].placement
-        self._stages = {
-            index: Stage(index, layers, settings.seed)
-            for index, layers in enumerate(stages)
+        stages = {
+            index: Stage(
+                index,
+                layers,
+                settings.seed,
+                run=None if cut.runners is None else cut.runners[index],
+                late=cut.tied,
+            )
+            for index, layers in enumerate(self._layers)
             if placement[index] in world.local
         }
+        super().__init__(stages, cut.whole)
+        self._tied = Tied(world, cut.tied, (placement[0], placement[-1]))
         self._crew: Crew | None = None
         self._ranks: dict[int, Rank] = {}
         self._loaded: dict[str, Loaded] = {}
@@ -80,20 +105,21 @@ class Pipeline:
         """Run forward and backward of one global batch, as `loss.backward()` over it would.
 
         Takes the input of the first layer: a tensor, or a tuple, list or dict of them, whose dim 0
-        is the batch; and `target` for `loss_fn(output, target)`. Gradients are added to `.grad`.
+        is the batch; and `target` for `loss_fn(output, target)`. A Hugging Face model takes its own
+        keyword arguments, `labels` among them. Gradients are added to `.grad`.
         Returns the loss (0-d) of the whole batch on every rank, without a collective.
 
         Raises ConfigError on input that cannot be right and StageError where a rank failed, on
         every rank; after that the pipeline is spent: wrap the model again.
         """
-        return self._step("step", _only_input(args, kwargs), target)
+        return self._step("step", self._input(args, kwargs), target)
 
     def eval_step(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
         """The loss of one global batch, in eval mode and without gradients, on every rank."""
-        flags = [(m, m.training) for s in self._stages.values() for m in s.root.modules()]
+        flags = [(m, m.training) for root in self._roots() for m in root.modules()]
         try:
             self.eval()
-            return self._step("eval_step", _only_input(args, kwargs), target)
+            return self._step("eval_step", self._input(args, kwargs), target)
         finally:
             for module, training in flags:
                 module.training = training
@@ -113,7 +139,11 @@ class Pipeline:
                 raise
         self._steps[mode] += 1
         assert self._crew is not None
+        if run.training:
+            self._tied.begin()
         self._execute(self._crew, self._loaded[mode], replace(run, meter=self._metering))
+        if run.training:
+            self._tied.end()
         self._last = self._loaded[mode]
         return _total(self._ranks[self._world.rank].losses, self._settings.microbatches)
 
@@ -146,7 +176,11 @@ class Pipeline:
         weights = [0.0] * count
         if self._last_stage in self._stages:
             sizes = [size // count + (i < size % count) for i in range(count)]
-            weights = batch.weights(targets, sizes, settings.loss_weight)
+            weigh = settings.loss_weight
+            if self._whole is not None and target is None and weigh is None:
+                weights = batch.weights(inputs, sizes, unignored if "labels" in value else None)
+            else:
+                weights = batch.weights(targets, sizes, weigh)
         digest = batch.digest((value, target)) if self._world.size > 1 else ""
         autocast = None
         if torch.is_autocast_enabled("cpu"):
@@ -210,7 +244,7 @@ class Pipeline:
 
     def _measure(self, run: Run) -> Costs:
         """Costs from trial runs on this batch, which leave no trace in the model."""
-        trial = _split_cells(self._settings.schedules[-1])
+        trial = planner.split_backward(self._settings.schedules[-1])
         programs = compile(trial)
         crew = Crew(self._world, self._settings.timeout, self._settings.poison)
         crew.connect(programs.slots)
@@ -231,6 +265,13 @@ class Pipeline:
         boundary = {b: n for r in self._ranks.values() for b, n in r.sent_bytes.items()}
         parts = self._world.gather(planner.Measured(timelines, held, boundary))
         return planner.costs_from(parts, trial.stages)
+
+    def _input(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if self._whole is None:
+            return _only_input(args, kwargs)
+        if len(args) > 1 or (args and "input_ids" in kwargs):
+            raise ConfigError(f"step() got {len(args)} positional inputs: want input_ids=, labels=")
+        return dict(kwargs) if not args else {"input_ids": args[0], **kwargs}
 
     @property
     def _last_stage(self) -> int:
@@ -279,58 +320,17 @@ class Pipeline:
             lines.append(self.plan.summary())
         return "\n".join(lines)
 
-    # --- what a module has ------------------------------------------------------------------------
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of this process's stages, under the model's own names, each once."""
-        seen: set[int] = set()
-        for stage in self._stages.values():
-            for name, parameter in stage.root.named_parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield name, parameter
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of this process's stages."""
-        return (parameter for _, parameter in self.named_parameters())
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As nn.Module's, for this process's stages."""
-        for stage in self._stages.values():
-            stage.root.zero_grad(set_to_none)
-
-    def train(self, mode: bool = True) -> Pipeline:
-        """As nn.Module's, for this process's stages."""
-        for stage in self._stages.values():
-            for layer in stage.layers:
-                layer.train(mode)
-        return self
-
-    def eval(self) -> Pipeline:
-        """As nn.Module's, for this process's stages."""
-        return self.train(False)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Parameters and buffers of this process's stages, under the model's own names."""
-        return {k: v for s in self._stages.values() for k, v in s.root.state_dict().items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load this process's stages from a state_dict of theirs or of the whole model.
-
-        Raises ConfigError naming the entries that are missing, before anything is changed.
-        """
-        own = {key: state[key] for key in self.state_dict() if key in state}
-        if missing := [key for key in self.state_dict() if key not in own]:
-            raise ConfigError(f"state lacks {', '.join(missing[:5])} ({len(missing)} entries)")
-        for stage in self._stages.values():
-            stage.root.load_state_dict({k: own[k] for k in stage.root.state_dict()})
+    # --- all ranks together -----------------------------------------------------------------------
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their global norm is `max_norm` at most; returns the norm.
 
         A collective over the pipeline's ranks, as torch.nn.utils.clip_grad_norm_ over the model.
         """
-        return clip_grad_norm(self._world, list(self.parameters()), max_norm, norm_type)
+        own = list(self.parameters())
+        elsewhere = set(map(id, self._tied.parameters)) if self._tied.counted_elsewhere else set()
+        counted = [parameter for parameter in own if id(parameter) not in elsewhere]
+        return clip_grad_norm(self._world, own, counted, max_norm, norm_type)
 
     def save(self, directory: str | Path) -> None:
         """Write the whole model as safetensors, a file a rank and an index. A collective."""
@@ -367,20 +367,3 @@ def _most_slots(programs: Collection[Programs]) -> dict[tuple[int, int], int]:
         for pair, count in program.slots.items():
             slots[pair] = max(count, slots.get(pair, 0))
     return slots
-
-
-def _split_cells(schedule: Schedule) -> Schedule:
-    """The same order with every B as I and W, so that both can be timed."""
-    rows = tuple(
-        tuple(
-            cell
-            for a in row
-            for cell in (
-                (Action(a.stage, "I", a.microbatch), Action(a.stage, "W", a.microbatch))
-                if a.kind == "B"
-                else (a,)
-            )
-        )
-        for row in schedule.rows
-    )
-    return replace(schedule, rows=rows)

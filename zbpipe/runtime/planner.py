@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from ..errors import ConfigError, MemoryBudgetError, ScheduleError
 from ..plan import Plan
 from ..schedule import families
 from ..schedule.check import check
-from ..schedule.core import Schedule
+from ..schedule.core import Action, Schedule
 from ..timeline import Timeline
 
 if TYPE_CHECKING:
@@ -85,6 +85,23 @@ def choose(
     # A tenth of a percent is noise: the earlier, then, is as good.
     best = min(plan.cost for plan in plans)
     return next(plan for plan in plans if plan.cost <= best * 1.001)
+
+
+def split_backward(schedule: Schedule) -> Schedule:
+    """The same order with every B as I and W, so that both can be timed."""
+    rows = tuple(
+        tuple(
+            cell
+            for a in row
+            for cell in (
+                (Action(a.stage, "I", a.microbatch), Action(a.stage, "W", a.microbatch))
+                if a.kind == "B"
+                else (a,)
+            )
+        )
+        for row in schedule.rows
+    )
+    return replace(schedule, rows=rows)
 
 
 @dataclass(frozen=True)

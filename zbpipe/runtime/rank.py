@@ -99,7 +99,8 @@ class Rank:
         if action.kind == "F":
             self._forward(index, action)
         elif action.kind == "W":
-            self.stages[action.stage].weights(action.microbatch)
+            with self.lock:  # a weight of two stages
+                self.stages[action.stage].weights(action.microbatch)
         else:
             self._backward(index, action)
         if self.meter is not None:
@@ -112,14 +113,14 @@ class Rank:
     def _forward(self, index: int, action: Action) -> None:
         run, stage, mb = self._run, self.stages[action.stage], action.microbatch
         finish = self._loss if action.stage == self.last else None
-        inputs = self._inputs(index, action)
+        inputs, batch = self._inputs(index, action), run.inputs[mb]
         with self.lock, run.casting():
             if run.training:
                 tail = None if finish is None else lambda out: finish(out, mb)
-                output = stage.forward(mb, inputs, run.step, tail)
+                output = stage.forward(mb, inputs, batch, run.step, tail)
             else:
                 with torch.no_grad():
-                    output = stage(inputs.value)
+                    output = stage(inputs.value, batch)
                     output = output if finish is None else finish(output, mb)
         if finish is not None:
             weight = run.weights[mb]
@@ -136,7 +137,9 @@ class Rank:
 
     def _loss(self, output: Any, microbatch: int) -> torch.Tensor:
         if self._run.loss_fn is None:
-            loss, remedy = output, "give wrap a loss_fn, or let the last layer return the loss"
+            # A Hugging Face output holds the loss, if there were labels.
+            loss = output if isinstance(output, torch.Tensor) else getattr(output, "loss", output)
+            remedy = "give wrap a loss_fn, pass labels, or let the last layer return the loss"
         else:
             loss = self._run.loss_fn(output, self._run.targets[microbatch])
             remedy = "loss_fn(output, target) must return the mean over the microbatch"

@@ -32,11 +32,21 @@ class Microbatch:
 class Stage:
     """Runs the layers of one stage, and their backward, one microbatch at a time.
 
-    `layers` are called one after the other, as nn.Sequential would.
+    `layers` are called one after the other, as nn.Sequential would, or by `run(value, batch)` where
+    that is given. Hooks of `late` parameters are not fired here: their gradient comes later.
     """
 
-    def __init__(self, index: int, layers: Sequence[tuple[str, nn.Module]], seed: int) -> None:
+    def __init__(
+        self,
+        index: int,
+        layers: Sequence[tuple[str, nn.Module]],
+        seed: int,
+        run: Callable[[Any, Any], Any] | None = None,
+        late: Sequence[nn.Parameter] = (),
+    ) -> None:
         self.index = index
+        self._run = run
+        self._late = {id(parameter) for parameter in late}
         self.layers = [module for _, module in layers]
         # Only for its walk over modules; the layers stay the user's.
         self.root = nn.ModuleDict()
@@ -58,13 +68,21 @@ class Stage:
         self._touched.clear()
         self._looked = False
 
-    def __call__(self, value: Any) -> Any:
+    def __call__(self, value: Any, batch: Any) -> Any:
+        """The stage's output for what it got; `batch` is the microbatch as the user gave it."""
+        if self._run is not None:
+            return self._run(value, batch)
         for layer in self.layers:
             value = layer(value)
         return value
 
     def forward(
-        self, microbatch: int, inputs: Inputs, step: int, finish: Callable[[Any], Any] | None
+        self,
+        microbatch: int,
+        inputs: Inputs,
+        batch: Any,
+        step: int,
+        finish: Callable[[Any], Any] | None,
     ) -> Any:
         """F: the stage's output, or what `finish` (the loss) makes of it; keeps the graph."""
         held = Microbatch(Deferred(touched=self._touched, eager=self._eager), inputs)
@@ -74,7 +92,7 @@ class Stage:
             stack.enter_context(self.splitter.active(held.entry))
             stack.enter_context(self._watch())
             stack.enter_context(seeded(self._seed, step, self.index, microbatch))
-            output = self(inputs.value)
+            output = self(inputs.value, batch)
             return output if finish is None else finish(output)
 
     def keep(self, microbatch: int, outputs: list[torch.Tensor], weight: float = 1.0) -> None:
@@ -130,7 +148,8 @@ class Stage:
     def finish(self) -> None:
         """After the step's last W: post-accumulate-grad hooks, once a parameter."""
         with torch.no_grad():  # as autograd calls them
-            fire_hooks(p for p in self.parameters if p in self._touched)
+            due = (p for p in self.parameters if p in self._touched and id(p) not in self._late)
+            fire_hooks(due)
 
     def _watch(self) -> AbstractContextManager[None]:
         return nullcontext() if self.meter is None else self.meter.watch()
