@@ -115,3 +115,18 @@ def test_the_example_under_torchrun(ranks, tmp_path) -> None:
     assert after < before
     assert len(list((tmp_path / "model").glob("*.safetensors"))) == ranks
     assert done.stdout.count("step ") >= 3
+
+
+def test_finetuning_a_hugging_face_model_under_torchrun(tmp_path) -> None:
+    command = [BIN / "torchrun", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    command += ["--rdzv-endpoint", "localhost:0", "examples/finetune_hf.py", "--steps", "5"]
+    command += ["--text", "README.md", "--sequence", "32", "--save", str(tmp_path / "model")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(found) for found in re.findall(r"loss (\d\.\d+)", done.stdout)]
+    assert len(losses) == 5
+    assert losses[-1] < losses[0] - 0.3
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) == 2
