@@ -100,3 +100,16 @@ def batch(size: int = 7, length: int = 12, padded: bool = True) -> dict[str, tor
         out["labels"][mask == 0] = -100
         out["labels"][1, :7] = -100
     return out
+
+
+def table() -> str:
+    """The Markdown table in docs/models.md: `python tests/families.py` prints it."""
+    rows = ["| family | class | loss and gradients compared in |", "|---|---|---|"]
+    for name in FAMILIES:
+        kind = type(FAMILIES[name]()).__name__.removesuffix("Config")
+        rows.append(f"| {name} | {kind} | {'fp32' if name in EXPERTS else 'fp64'} |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    print(table())

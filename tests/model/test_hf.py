@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 import zbpipe
 from crews import forked
-from families import EXPERTS, FAMILIES, batch, build
+from families import EXPERTS, FAMILIES, batch, build, table
 from zbpipe import ConfigError
 from zbpipe.model.hf import take_apart
 
@@ -235,3 +236,8 @@ def test_experts_are_said_to_stay_in_i() -> None:
     assert set(EXPERTS) <= set(FAMILIES)
     pipe = zbpipe.wrap(build("mixtral"), microbatches=3, local_ranks=2, schedule="1f1b")
     assert "experts" in pipe.summary()
+
+
+def test_the_table_in_the_docs_is_that_of_the_tests() -> None:
+    docs = Path(__file__).parents[2] / "docs" / "models.md"
+    assert table() in docs.read_text()
