@@ -1,31 +1,56 @@
 #include "board.hpp"
 
-#include <poll.h>
+#include <stdio.h>
 #include <string.h>
 
 #include <algorithm>
-#include <new>
 
 namespace zb {
 namespace {
 
-/// True when the process has ended, also while it is a zombie nobody has reaped.
-bool process_ended(int pid) {
-  int fd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
-  if (fd < 0) return errno == ESRCH;
-  pollfd p{fd, POLLIN, 0};
-  bool ended = poll(&p, 1, 0) == 1;
-  close(fd);
-  return ended;
+constexpr uint32_t kHealthy = 0, kPublished = 1, kWriting = 2;
+
+// A process that runs says so several times a second; on a busy machine it may be late.
+constexpr int64_t kFrozenNs = 1'000'000'000;
+
+struct Process {
+  bool alive = false;
+  uint64_t born = 0;  // clock ticks since boot
+};
+
+/// Looks up a process in /proc. A zombie that nobody has reaped is not alive. Where /proc does not
+/// answer at all, the process counts as alive: what it does not do will time out.
+Process look_up(int pid) {
+  FILE* file = fopen(("/proc/" + std::to_string(pid) + "/stat").c_str(), "re");
+  if (file == nullptr) return {errno != ENOENT && errno != ESRCH, 0};
+  char line[1024];
+  size_t n = fread(line, 1, sizeof(line) - 1, file);
+  fclose(file);
+  line[n] = 0;
+  // The second field is the program's name in brackets, which may hold spaces and brackets.
+  const char* rest = strrchr(line, ')');
+  Process process;
+  char state = 0;
+  unsigned long long born = 0;
+  // Fields 3 and 22 of proc_pid_stat(5).
+  if (rest == nullptr ||
+      sscanf(rest + 1,
+             " %c %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %llu",
+             &state, &born) != 2)
+    return {n > 0, 0};
+  process.alive = state != 'Z' && state != 'X';
+  process.born = born;
+  return process;
 }
 
 }  // namespace
 
-Board::Board(std::shared_ptr<File> file, int ranks) : file_(std::move(file)), ranks_(ranks) {
+Board::Board(std::shared_ptr<File> file, int ranks)
+    : file_(std::move(file)), ranks_(ranks), owner_(getpid()) {
   ZB_CHECK(ranks >= 1, "a board needs at least one rank");
   size_t bytes = round_up(sizeof(Head), kPage) + round_up(ranks * sizeof(Entry), kPage);
   file_->grow(bytes);
-  map_ = std::make_unique<Mapping>(file_, 0, bytes);
+  map_ = std::make_unique<Mapping>(*file_, 0, bytes);
   head_ = reinterpret_cast<Head*>(map_->data());
   entries_ = reinterpret_cast<Entry*>(map_->data() + round_up(sizeof(Head), kPage));
 }
@@ -39,6 +64,11 @@ std::shared_ptr<Board> Board::open(int pid, int fd, int ranks) {
   return std::shared_ptr<Board>(new Board(File::open(pid, fd), ranks));
 }
 
+int Board::fd() const {
+  ZB_CHECK(file_ != nullptr, "this board is sealed");
+  return file_->fd();
+}
+
 void Board::touch(int rank, State state) {
   entry(rank).since.store(now_ns(), std::memory_order_relaxed);
   entry(rank).state.store(state, std::memory_order_release);
@@ -47,11 +77,16 @@ void Board::touch(int rank, State state) {
 void Board::enter(int rank) {
   ZB_CHECK(rank >= 0 && rank < ranks_, "rank is not on this board");
   entry(rank).pid.store(getpid(), std::memory_order_relaxed);
+  entry(rank).born.store(look_up(getpid()).born, std::memory_order_relaxed);
   touch(rank, kOutside);
 }
 
 void Board::leave(int rank) { touch(rank, kLeft); }
-void Board::begin_step(int rank) { touch(rank, kWaiting); }
+
+void Board::begin_step(int rank) {
+  entry(rank).seen.store(now_ns(), std::memory_order_relaxed);
+  touch(rank, kWaiting);
+}
 
 void Board::end_step(int rank) {
   entry(rank).steps.fetch_add(1, std::memory_order_release);
@@ -77,69 +112,86 @@ Tag Board::tag_of(int rank) const {
 }
 
 void Board::abort(const Failure& failure) {
-  uint32_t healthy = 0;
-  if (!head_->word.compare_exchange_strong(healthy, 1)) return;
+  if (getpid() != owner_) return;
+  uint32_t healthy = kHealthy;
+  uint32_t writing = kWriting + static_cast<uint32_t>(std::max(failure.rank, 0));
+  if (!head_->word.compare_exchange_strong(healthy, writing)) return;
   head_->rank = failure.rank;
   head_->tag = failure.tag;
   head_->cause = failure.cause;
   size_t n = std::min(failure.message.size(), sizeof(head_->message) - 1);
   memcpy(head_->message, failure.message.data(), n);
   head_->message[n] = 0;
-  store_and_wake(head_->word, 2);
+  store_and_wake(head_->word, kPublished);
 }
 
 Failure Board::failure() const {
-  // The writer needs microseconds; if it was killed in between, what it wrote so far must do.
-  for (int i = 0; i < 100 && head_->word.load(std::memory_order_acquire) == 1; ++i)
-    futex_wait(head_->word, 1, 1'000'000);
-  return Failure{head_->rank, head_->tag, head_->cause, head_->message};
+  // The writer needs microseconds, unless it was killed in between.
+  uint32_t word = head_->word.load(std::memory_order_acquire);
+  for (int i = 0; i < 100 && word >= kWriting; ++i) {
+    futex_wait(head_->word, word, 1'000'000);
+    word = head_->word.load(std::memory_order_acquire);
+  }
+  if (word >= kWriting)
+    return {static_cast<int32_t>(word - kWriting), Tag{}, 'd',
+            "this rank failed, and the process that was to say how died"};
+  return {head_->rank, head_->tag, head_->cause, head_->message};
 }
 
-bool Board::gone(int rank) {
-  Entry& e = entry(rank);
+bool Board::gone(int rank) const {
+  const Entry& e = entry(rank);
   uint32_t state = e.state.load(std::memory_order_acquire);
-  if (state == kAbsent) return false;
-  return state == kLeft || process_ended(e.pid.load(std::memory_order_relaxed));
+  if (state == kLeft) return true;
+  int pid = e.pid.load(std::memory_order_relaxed);
+  if (state == kAbsent || pid == owner_) return false;
+  Process process = look_up(pid);
+  if (!process.alive) return true;
+  // The system may have given the pid to another process.
+  return process.born != 0 && process.born != e.born.load(std::memory_order_relaxed);
 }
 
 Failure Board::stalled(int rank, int64_t timeout_ns) const {
-  std::string seconds = std::to_string((timeout_ns + 500'000'000) / 1'000'000'000) + " s";
-  int who = -1;
-  int64_t oldest = INT64_MAX;
+  char begin[64];
+  snprintf(begin, sizeof(begin), "no progress for %g s: ", static_cast<double>(timeout_ns) / 1e9);
+  int slow = -1, frozen = -1;
+  int64_t oldest = INT64_MAX, unseen = now_ns() - std::max(timeout_ns / 2, kFrozenNs);
   for (int r = 0; r < ranks_; ++r) {
+    uint32_t state = entry(r).state.load(std::memory_order_acquire);
     int64_t since = entry(r).since.load(std::memory_order_relaxed);
-    if (entry(r).state.load(std::memory_order_acquire) == kRunning && since < oldest)
-      who = r, oldest = since;
+    int64_t seen = entry(r).seen.load(std::memory_order_relaxed);
+    if (state == kRunning && since < oldest) slow = r, oldest = since;
+    if (state == kWaiting && seen < unseen) frozen = r, unseen = seen;
   }
-  if (who >= 0)
-    return {who, tag_of(who), 's', "no progress for " + seconds + ": this action does not return"};
+  if (slow >= 0)
+    return {slow, tag_of(slow), 's', begin + std::string("this action does not return")};
+  if (frozen >= 0)
+    return {frozen, Tag{}, 's', begin + std::string("the process of this rank does not run")};
   for (int r = 0; r < ranks_; ++r) {
     uint32_t state = entry(r).state.load(std::memory_order_acquire);
     if (state == kAbsent || (state == kOutside && !reached(steps(r), steps(rank) + 1)))
       return {r, Tag{}, 's',
-              "no progress for " + seconds + ": this rank has not entered step " +
-                  std::to_string(steps(rank)) + ", where rank " + std::to_string(rank) + " waits"};
+              begin + std::string("this rank has not entered step ") + std::to_string(steps(rank)) +
+                  ", where rank " + std::to_string(rank) + " waits"};
   }
-  return {
-      rank, Tag{}, 's',
-      "no progress for " + seconds + ": every rank waits for another; do they run the same steps?"};
+  return {rank, Tag{}, 's',
+          begin + std::string("every rank waits for another; do they run the same steps?")};
 }
 
-bool Board::supervise(int rank, int64_t since, int64_t timeout_ns) {
+bool Board::supervise(int rank, int64_t timeout_ns) {
   if (aborted()) return true;
+  entry(rank).seen.store(now_ns(), std::memory_order_relaxed);
   uint32_t mine = steps(rank);
-  int64_t latest = since;
+  int64_t latest = 0;
   for (int r = 0; r < ranks_; ++r) {
     latest = std::max(latest, entry(r).since.load(std::memory_order_relaxed));
-    if (r == rank || reached(steps(r), mine + 1)) continue;  // it has done its part of this step
-    if (gone(r)) {
-      bool left = entry(r).state.load(std::memory_order_acquire) == kLeft;
-      bool busy = entry(r).state.load(std::memory_order_acquire) == kRunning;
-      abort({r, busy ? tag_of(r) : Tag{}, 'd',
-             left ? "this rank closed its pipeline before step " + std::to_string(mine)
-                  : "the process of this rank died"});
-      return true;
-    }
+    auto did_its_part = [&] { return reached(steps(r), mine + 1); };
+    // Asked again at the end: a rank may finish this step and go while it is looked at.
+    if (r == rank || did_its_part() || !gone(r) || did_its_part()) continue;
+    uint32_t state = entry(r).state.load(std::memory_order_acquire);
+    abort({r, state == kRunning ? tag_of(r) : Tag{}, 'd',
+           state == kLeft ? "this rank closed its pipeline before step " + std::to_string(mine)
+                          : "the process of this rank died"});
+    return true;
   }
   if (now_ns() - latest > timeout_ns) abort(stalled(rank, timeout_ns));
   return aborted();

@@ -33,7 +33,10 @@ class Board {
   static std::shared_ptr<Board> create(int ranks);
   static std::shared_ptr<Board> open(int pid, int fd, int ranks);
 
-  int fd() const { return file_->fd(); }
+  /// Where other processes find the board, until `seal`.
+  int fd() const;
+  /// Closes the descriptor, when every rank has the board open.
+  void seal() { file_.reset(); }
   int ranks() const { return ranks_; }
 
   /// Says that `rank` lives in this process and is ready.
@@ -47,21 +50,22 @@ class Board {
   void running(int rank, const Tag& tag);
   void waiting(int rank);
 
-  /// The first call wins; later ones are dropped, since they are consequences.
+  /// The first call wins; later ones are dropped, since they are consequences. A forked child's
+  /// are dropped too: its errors are none of the pipeline's.
   void abort(const Failure& failure);
   bool aborted() const { return head_->word.load(std::memory_order_acquire) != 0; }
   /// The failure; call only when aborted().
   Failure failure() const;
 
-  /// Called by a wait of `rank` that has found nothing for a slice: looks for dead ranks, and, when
-  /// no rank has moved for `timeout_ns` (counted from `since` at the earliest), for the one that
-  /// stalls. Aborts the board with its name. Returns aborted().
-  bool supervise(int rank, int64_t since, int64_t timeout_ns);
+  /// Called now and then on behalf of `rank` while it is in a step: looks for dead ranks and, when
+  /// no rank has moved for `timeout_ns`, for the one that stalls. Aborts the board with its name.
+  /// Returns aborted().
+  bool supervise(int rank, int64_t timeout_ns);
 
  private:
   enum State : uint32_t { kAbsent, kOutside, kWaiting, kRunning, kLeft };
   struct Head {
-    Word word;  // 0 healthy, 1 being written, 2 published
+    Word word;  // 0 healthy, 1 published, 2 + rank while that rank's failure is being written
     int32_t rank;
     Tag tag;
     char cause;
@@ -70,22 +74,25 @@ class Board {
   struct Entry {
     Word state;
     Word steps;
-    std::atomic<int64_t> since;
+    std::atomic<int64_t> since;  // when the state last changed
+    std::atomic<int64_t> seen;   // when the rank's process was last seen to run
     std::atomic<int32_t> stage, microbatch;
     std::atomic<char> kind;
     std::atomic<int32_t> pid;
+    std::atomic<uint64_t> born;  // with the pid, names a process for ever
   };
 
   Board(std::shared_ptr<File> file, int ranks);
   Entry& entry(int rank) const { return entries_[rank]; }
   Tag tag_of(int rank) const;
   void touch(int rank, State state);
-  bool gone(int rank);
+  bool gone(int rank) const;
   Failure stalled(int rank, int64_t timeout_ns) const;
 
   std::shared_ptr<File> file_;
   std::unique_ptr<Mapping> map_;
   int ranks_;
+  int owner_;  // the process that opened it here
   Head* head_;
   Entry* entries_;
 };

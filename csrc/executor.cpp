@@ -11,11 +11,12 @@ namespace zb {
 
 /// Everything a lane's thread touches; a lane that is left behind keeps it alive.
 struct Executor::State {
-  State(std::shared_ptr<Board> b, int r, int64_t timeout_ns, ThreadHook h)
-      : board(std::move(b)), rank(r), hook(std::move(h)), device(board, rank, timeout_ns) {}
+  State(std::shared_ptr<Board> b, int r, int64_t timeout, ThreadHook h)
+      : board(std::move(b)), rank(r), timeout_ns(timeout), hook(std::move(h)), device(board) {}
 
   std::shared_ptr<Board> board;
   int rank;
+  int64_t timeout_ns;
   ThreadHook hook;
   CpuDevice device;
   std::vector<std::shared_ptr<Sender>> senders;
@@ -28,13 +29,16 @@ struct Executor::State {
   std::vector<Times> times;
   std::unique_ptr<std::atomic<bool>[]> over;
 
-  Word round{0};  // counts runs; lanes sleep on it
-  Word busy{0};   // lanes still in this run
+  Word round{0};                  // counts runs; lanes sleep on it
+  Word busy{0};                   // 1 until the run has ended; whoever joins sleeps on it
+  std::atomic<uint32_t> left{0};  // lanes still in this run
   std::atomic<bool> stopping{false};
+  bool abandoned = false;
   pid_t owner = getpid();
   std::vector<std::thread> lanes;
   std::vector<std::unique_ptr<std::atomic<bool>>> exited;
 
+  void check(const Program& next) const;
   void live(uint32_t lane, uint32_t seen);
   void run_lane(uint32_t lane, bool& hooked);
   bool run(uint32_t index, bool& hooked);
@@ -52,9 +56,10 @@ void Executor::State::live(uint32_t lane, uint32_t seen) {
     if (stopping) break;
     ++seen;
     if (lane < program->by_lane.size()) run_lane(lane, hooked);
-    if (busy.fetch_sub(1, std::memory_order_acq_rel) == 1) {
-      board->end_step(rank);
-      futex_wake(busy);
+    if (left.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+      // First, since the next run may begin as soon as this one is seen to have ended.
+      if (!board->aborted()) board->end_step(rank);
+      store_and_wake(busy, 0);
     }
   }
   if (hooked) hook(false);
@@ -65,7 +70,9 @@ void Executor::State::run_lane(uint32_t lane, bool& hooked) {
   for (uint32_t index : program->by_lane[lane]) {
     const Instruction& instruction = program->instructions[index];
     try {
-      if (!run(index, hooked)) return;
+      if (run(index, hooked)) continue;
+      if (!board->aborted()) fail(instruction, "the action failed and did not say why");
+      return;
     } catch (const std::exception& e) {
       fail(instruction, e.what());
       return;
@@ -128,7 +135,9 @@ Executor::Executor(std::shared_ptr<Board> board, int rank, int64_t timeout_ns, T
   state_->board->enter(rank);
 }
 
-Executor::~Executor() { stop(); }
+Executor::~Executor() {
+  if (!halt(kHaltNs)) abandon();
+}
 
 int Executor::add(std::shared_ptr<Sender> sender) {
   state_->senders.push_back(std::move(sender));
@@ -140,11 +149,27 @@ int Executor::add(std::shared_ptr<Receiver> receiver) {
   return static_cast<int>(state_->receivers.size()) - 1;
 }
 
+/// What only the channels of this rank can tell.
+void Executor::State::check(const Program& next) const {
+  for (const Instruction& i : next.instructions) {
+    auto channel = static_cast<size_t>(i.channel);
+    if (i.work == Work::kSend)
+      ZB_CHECK(i.channel >= 0 && channel < senders.size() && i.slot >= 0 &&
+                   i.slot < senders[channel]->slots(),
+               "a send names a channel or a slot that is not there");
+    if (i.work == Work::kReceive)
+      ZB_CHECK(i.channel >= 0 && channel < receivers.size() && i.slot >= 0 &&
+                   i.slot < receivers[channel]->slots(),
+               "a receive names a channel or a slot that is not there");
+  }
+}
+
 void Executor::start(std::shared_ptr<const Program> program, Callback callback) {
   State& s = *state_;
-  ZB_CHECK(s.busy.load() == 0, "the last run has not ended");
+  ZB_CHECK(s.owner == getpid(), "this process was forked from the executor's and has no lanes");
   ZB_CHECK(!s.stopping, "this executor has stopped");
-  ZB_CHECK(s.owner == getpid(), "this executor belongs to the process that was forked");
+  ZB_CHECK(s.busy.load() == 0, "the last run has not ended");
+  s.check(*program);
   size_t n = program->instructions.size();
   s.program = std::move(program);
   s.callback = std::move(callback);
@@ -153,30 +178,36 @@ void Executor::start(std::shared_ptr<const Program> program, Callback callback) 
   s.over = std::make_unique<std::atomic<bool>[]>(n);
   for (size_t i = 0; i < n; ++i) s.over[i].store(false, std::memory_order_relaxed);
   s.device.begin(*s.program);
-  s.board->begin_step(s.rank);
   uint32_t seen = s.round.load();
   while (s.lanes.size() < s.program->by_lane.size()) {
     auto lane = static_cast<uint32_t>(s.lanes.size());
-    s.exited.push_back(std::make_unique<std::atomic<bool>>(false));
+    if (s.exited.size() == lane) s.exited.push_back(std::make_unique<std::atomic<bool>>(false));
     s.lanes.emplace_back([state = state_, lane, seen] { state->live(lane, seen); });
   }
-  s.busy.store(static_cast<uint32_t>(s.lanes.size()));
+  s.board->begin_step(s.rank);
+  s.left.store(static_cast<uint32_t>(s.lanes.size()));
+  s.busy.store(1);
   store_and_wake(s.round, seen + 1);
 }
 
 bool Executor::join(int64_t ns) {
   State& s = *state_;
   int64_t end = now_ns() + ns;
-  for (uint32_t left = s.busy.load(std::memory_order_acquire); left != 0;
-       left = s.busy.load(std::memory_order_acquire)) {
+  while (s.busy.load(std::memory_order_acquire) != 0) {
     int64_t remaining = end - now_ns();
     if (remaining <= 0) return false;
-    futex_wait(s.busy, left, remaining);
+    futex_wait(s.busy, 1, remaining);
   }
   if (!s.board->aborted())
     for (auto& receiver : s.receivers) receiver->release_all();
   s.callback = nullptr;  // it may own whatever owns this executor
   return true;
+}
+
+bool Executor::supervise() {
+  State& s = *state_;
+  if (s.busy.load(std::memory_order_acquire) == 0) return s.board->aborted();
+  return s.board->supervise(s.rank, s.timeout_ns);
 }
 
 void Executor::post(uint32_t instruction, Message message) {
@@ -195,30 +226,46 @@ const std::vector<Times>& Executor::times() const { return state_->times; }
 
 const Receiver& Executor::receiver(int channel) const { return *state_->receivers.at(channel); }
 
-void Executor::stop() {
+bool Executor::halt(int64_t ns) {
   State& s = *state_;
-  if (s.stopping.exchange(true)) return;
-  if (s.owner != getpid()) {
+  if (s.abandoned) return true;
+  if (s.owner == getpid()) {
+    if (!s.stopping.exchange(true)) {
+      if (s.busy.load() != 0)
+        s.board->abort({s.rank, Tag{}, 'i', "the pipeline was closed in a step"});
+      s.board->leave(s.rank);
+    }
+    if (!join_lanes(now_ns() + ns)) return false;
+  } else if (!s.lanes.empty()) {
     // A forked child has the handles of threads that it does not have: never touch them.
     new std::vector<std::thread>(std::move(s.lanes));
-    return;
+    s.lanes.clear();
   }
-  if (s.busy.load() != 0) s.board->abort({s.rank, Tag{}, 'i', "the pipeline was closed in a step"});
-  s.board->leave(s.rank);
-  futex_wake(s.round);
-  // Lanes leave their waits within a slice; what takes much longer sits in a callback.
-  int64_t end = now_ns() + 20 * kSliceNs;
+  s.senders.clear();
+  s.receivers.clear();
+  s.callback = nullptr;
+  return true;
+}
+
+bool Executor::join_lanes(int64_t until) {
+  State& s = *state_;
   for (size_t i = 0; i < s.lanes.size(); ++i) {
-    while (!*s.exited[i] && now_ns() < end) {
+    while (!*s.exited[i]) {
+      if (now_ns() > until) return false;
       futex_wake(s.round);
       timespec t = to_timespec(200'000);
       nanosleep(&t, nullptr);
     }
-    if (*s.exited[i])
-      s.lanes[i].join();
-    else
-      s.lanes[i].detach();
+    if (s.lanes[i].joinable()) s.lanes[i].join();
   }
+  return true;
+}
+
+void Executor::abandon() {
+  State& s = *state_;
+  for (std::thread& lane : s.lanes)
+    if (lane.joinable()) lane.detach();
+  s.abandoned = true;
 }
 
 }  // namespace zb

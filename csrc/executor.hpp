@@ -22,11 +22,14 @@ struct Times {
   int64_t start = 0, end = 0;  // ns of CLOCK_MONOTONIC
 };
 
+/// Lanes leave their waits within a slice; what takes much longer sits in a callback.
+constexpr int64_t kHaltNs = 10 * kSliceNs;
+
 class Executor {
  public:
-  /// `poison` fills every slot with NaN when it is let go of.
+  /// `timeout_ns` without progress on any rank is an error (see `supervise`).
   Executor(std::shared_ptr<Board> board, int rank, int64_t timeout_ns, ThreadHook hook);
-  /// Stops the lanes. One that is stuck in a callback is left behind, never joined.
+  /// Halts. A lane that is stuck in a callback is left behind, never joined.
   ~Executor();
   Executor(const Executor&) = delete;
   Executor& operator=(const Executor&) = delete;
@@ -35,10 +38,14 @@ class Executor {
   int add(std::shared_ptr<Sender> sender);
   int add(std::shared_ptr<Receiver> receiver);
 
-  /// Begins a run in the lanes' threads. The last run must have ended.
+  /// Begins a run in the lanes' threads. The last run must have ended. Whoever waits for the run
+  /// must call `supervise` meanwhile: lanes only look for an abort.
   void start(std::shared_ptr<const Program> program, Callback callback);
-  /// Sleeps until the run has ended, at most `ns`. True when it has.
+  /// Sleeps until the run has ended, at most `ns`. True when it has; then nothing of the run's
+  /// callback is kept, and every received message has been let go of.
   bool join(int64_t ns);
+  /// Looks for dead and stalled ranks on behalf of a run that has not ended. True when aborted.
+  bool supervise();
   /// Leaves the message of a send instruction for its lane; called from the callback it waits for.
   void post(uint32_t instruction, Message message);
 
@@ -46,10 +53,15 @@ class Executor {
   bool finished(uint32_t instruction) const;
   const std::vector<Times>& times() const;
   const Receiver& receiver(int channel) const;
-  void stop();
+  /// Ends the lanes, and with the last of them the channels. Waits at most `ns`, then returns
+  /// false, since a lane sits in a callback: call again, or `abandon` it.
+  bool halt(int64_t ns);
+  /// Leaves lanes that have not ended to themselves; they touch no other rank's memory any more.
+  void abandon();
 
  private:
   struct State;
+  bool join_lanes(int64_t until);
   std::shared_ptr<State> state_;
 };
 

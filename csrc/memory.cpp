@@ -42,9 +42,8 @@ void File::punch(size_t offset, size_t bytes) {
                   static_cast<off_t>(bytes));
 }
 
-Mapping::Mapping(std::shared_ptr<File> file, size_t offset, size_t bytes)
-    : file_(std::move(file)), bytes_(bytes) {
-  void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file_->fd(),
+Mapping::Mapping(const File& file, size_t offset, size_t bytes) : bytes_(bytes) {
+  void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file.fd(),
                   static_cast<off_t>(offset));
   if (at == MAP_FAILED) fail("mmap of " + std::to_string(bytes) + " bytes of shared memory");
   data_ = static_cast<char*>(at);

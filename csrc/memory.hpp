@@ -30,10 +30,10 @@ class File {
   int fd_;
 };
 
-/// A mapped range of a File; unmapped with the last owner.
+/// A mapped range of a File; unmapped with the last owner, and independent of the descriptor.
 class Mapping {
  public:
-  Mapping(std::shared_ptr<File> file, size_t offset, size_t bytes);
+  Mapping(const File& file, size_t offset, size_t bytes);
   ~Mapping();
   Mapping(const Mapping&) = delete;
   Mapping& operator=(const Mapping&) = delete;
@@ -42,7 +42,6 @@ class Mapping {
   size_t size() const { return bytes_; }
 
  private:
-  std::shared_ptr<File> file_;
   char* data_;
   size_t bytes_;
 };

@@ -2,8 +2,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <exception>
 #include <memory>
+#include <set>
+#include <string>
 #include <tuple>
+#include <vector>
 
 #include "executor.hpp"
 
@@ -16,31 +20,93 @@ namespace {
 /// The one Python thread state of a lane's thread, while it does not hold the GIL.
 thread_local PyThreadState* lane_state = nullptr;
 
-void lane_hook(bool starting) {
-  if (starting) {
-    PyGILState_Ensure();
-    lane_state = PyEval_SaveThread();
-  } else if (Py_IsInitialized()) {
-    PyEval_RestoreThread(lane_state);
-    PyGILState_Release(PyGILState_UNLOCKED);
-    lane_state = nullptr;
+/// The lanes' threads of one executor that have a Python thread state; guarded by the GIL.
+using Threads = std::set<unsigned long>;
+
+zb::ThreadHook lane_hook(std::shared_ptr<Threads> threads) {
+  return [threads = std::move(threads)](bool starting) {
+    if (starting) {
+      PyGILState_Ensure();
+      threads->insert(PyThread_get_thread_ident());
+      lane_state = PyEval_SaveThread();
+    } else if (Py_IsInitialized()) {
+      PyEval_RestoreThread(lane_state);
+      threads->erase(PyThread_get_thread_ident());
+      PyGILState_Release(PyGILState_UNLOCKED);
+      lane_state = nullptr;
+    }
+  };
+}
+
+/// What the Python error that is set says; clears it. Needs the GIL.
+std::string take_error() {
+  py::error_already_set error;
+  try {
+    return error.what();
+  } catch (const std::exception&) {
+    return "an exception that cannot be printed";
   }
 }
 
-/// Holds the GIL on a lane's thread.
-struct LaneGil {
-  LaneGil() { PyEval_RestoreThread(lane_state); }
-  ~LaneGil() { lane_state = PyEval_SaveThread(); }
+/// A Python callable for lanes; may be dropped by a thread without the GIL.
+class Callable {
+ public:
+  explicit Callable(py::object function) : function_(function.release().ptr()) {}
+  Callable(const Callable&) = delete;
+  Callable& operator=(const Callable&) = delete;
+  ~Callable() {
+    if (!Py_IsInitialized()) return;
+    py::gil_scoped_acquire gil;
+    Py_DECREF(function_);
+  }
+
+  /// On a lane's thread. If the interpreter ends while user code is under way, CPython ends the
+  /// thread by unwinding it (PEP 311): no destructor from here to the lane's root may need the GIL.
+  bool operator()(uint32_t index) const {
+    std::string error;
+    PyEval_RestoreThread(lane_state);
+    PyObject* result = PyObject_CallFunction(function_, "I", index);
+    int ok = result == nullptr ? -1 : PyObject_IsTrue(result);
+    Py_XDECREF(result);
+    if (ok < 0) error = take_error();
+    lane_state = PyEval_SaveThread();
+    if (ok < 0) throw std::runtime_error(error);
+    return ok == 1;
+  }
+
+ private:
+  PyObject* function_;
 };
 
-/// A Python callable that may be dropped by a thread without the GIL.
-std::shared_ptr<py::object> hold(py::object object) {
-  return {new py::object(std::move(object)), [](py::object* held) {
-            if (!Py_IsInitialized()) return;
-            py::gil_scoped_acquire gil;
-            delete held;
-          }};
-}
+/// An Executor whose lanes may run Python.
+class PyExecutor : public Executor {
+ public:
+  PyExecutor(std::shared_ptr<Board> board, int rank, double timeout)
+      : PyExecutor(std::move(board), rank, timeout, std::make_shared<Threads>()) {}
+  /// Whoever drops the last reference holds the GIL, which lanes may need to end.
+  ~PyExecutor() { stop(); }
+
+  /// Needs the GIL. A callback that does not return is told to by an exception, else it would meet
+  /// the interpreter's end; one that sits in native code is left behind.
+  void stop() {
+    if (halted(zb::kHaltNs)) return;
+    for (unsigned long thread : *threads_) PyThreadState_SetAsyncExc(thread, PyExc_SystemExit);
+    if (!halted(zb::kHaltNs)) abandon();
+  }
+
+ private:
+  PyExecutor(std::shared_ptr<Board> board, int rank, double timeout,
+             std::shared_ptr<Threads> threads)
+      : Executor(std::move(board), rank, static_cast<int64_t>(timeout * 1e9), lane_hook(threads)),
+        threads_(std::move(threads)) {}
+
+  bool halted(int64_t ns) {
+    py::gil_scoped_release release;
+    return halt(ns);
+  }
+
+  std::shared_ptr<Threads> threads_;
+};
 
 /// A message's payload in its slot; keeps the memory mapped.
 struct Slot {
@@ -65,60 +131,54 @@ std::shared_ptr<Program> make_program(uint32_t lanes, const std::vector<Instruct
   return std::make_shared<Program>(lanes, std::move(list));
 }
 
-struct Job {
-  Executor* executor;
-  std::shared_ptr<Program> program;
-  py::object callback;
-};
+using Job = std::tuple<PyExecutor*, std::shared_ptr<Program>, py::object>;
 
-void start(Job& job) {
-  zb::Callback callback;
-  if (!job.callback.is_none()) {
-    auto held = hold(job.callback);
-    callback = [held](uint32_t index) {
-      LaneGil gil;
-      try {
-        return (*held)(index).cast<bool>();
-      } catch (py::error_already_set& error) {
-        // As a plain exception, since the interpreter's must die while the GIL is held.
-        throw std::runtime_error(error.what());
-      }
-    };
-  } else {
-    callback = [](uint32_t) -> bool { throw std::runtime_error("this run has no callback"); };
+zb::Callback as_callback(const py::object& function) {
+  if (function.is_none())
+    return [](uint32_t) -> bool { throw std::runtime_error("this run has no callback"); };
+  return [held = std::make_shared<Callable>(function)](uint32_t index) { return (*held)(index); };
+}
+
+/// Starts every job, or says why one cannot start; then the board is aborted.
+std::exception_ptr start_all(Board& board, int rank, const std::vector<Job>& jobs) {
+  try {
+    for (const auto& [executor, program, callback] : jobs)
+      executor->start(program, as_callback(callback));
+  } catch (const std::exception& error) {
+    board.abort({rank, Tag{}, 'r', error.what()});
+    return std::current_exception();
   }
-  job.executor->start(job.program, std::move(callback));
+  return nullptr;
 }
 
 bool all_joined(const std::vector<Job>& jobs, int64_t ns) {
   py::gil_scoped_release release;
+  int64_t end = zb::now_ns() + ns;
   bool all = true;
-  for (const Job& job : jobs) all = job.executor->join(ns) && all;
+  for (const auto& job : jobs) all = std::get<0>(job)->join(end - zb::now_ns()) && all;
   return all;
 }
 
+// Every fourth slice looks for dead and stalled ranks: a few system calls a rank.
+constexpr int kSlicesPerLook = 4;
+
 /// Runs each executor's program at once and returns when all are over; true when none was aborted.
 /// Handles signals meanwhile. After an abort, waits `grace` ns for callbacks to return, no longer.
-bool run(Board& board, int rank,
-         const std::vector<std::tuple<Executor*, std::shared_ptr<Program>, py::object>>& list,
-         int64_t grace) {
-  std::vector<Job> jobs;
-  for (const auto& [executor, program, callback] : list) {
-    jobs.push_back({executor, program, callback});
-    start(jobs.back());
-  }
+bool run(Board& board, int rank, const std::vector<Job>& jobs, int64_t grace) {
+  std::exception_ptr error = start_all(board, rank, jobs);
   int64_t deadline = 0;
-  bool interrupted = false;
-  while (!all_joined(jobs, zb::kSliceNs)) {
-    if (!interrupted && PyErr_CheckSignals() != 0) {
-      interrupted = true;
+  for (int slice = 1; !all_joined(jobs, zb::kSliceNs); ++slice) {
+    if (slice % kSlicesPerLook == 0)
+      for (const auto& job : jobs) std::get<0>(job)->supervise();
+    if (!error && PyErr_CheckSignals() != 0) {
+      error = std::make_exception_ptr(py::error_already_set());
       board.abort({rank, Tag{}, 'i', "interrupted in step()"});
     }
     if (!board.aborted()) continue;
     if (deadline == 0) deadline = zb::now_ns() + grace;
     if (zb::now_ns() > deadline) break;
   }
-  if (interrupted) throw py::error_already_set();
+  if (error) std::rethrow_exception(error);
   return !board.aborted();
 }
 
@@ -131,18 +191,18 @@ py::object failure(const Board& board) {
           f.message.data(), static_cast<Py_ssize_t>(f.message.size()), "replace")));
 }
 
-void post(Executor& executor, uint32_t instruction, const py::bytes& header,
+void post(PyExecutor& executor, uint32_t instruction, const py::bytes& header,
           const std::vector<std::tuple<uintptr_t, size_t, size_t>>& pieces, size_t payload) {
   zb::Message message{header, {}, payload};
   message.pieces.reserve(pieces.size());
   for (const auto& [data, bytes, offset] : pieces) {
-    ZB_CHECK(offset + bytes <= payload, "a piece lies outside its message");
+    ZB_CHECK(offset <= payload && bytes <= payload - offset, "a piece lies outside its message");
     message.pieces.push_back({reinterpret_cast<const void*>(data), bytes, offset});
   }
   executor.post(instruction, std::move(message));
 }
 
-std::vector<std::pair<int64_t, int64_t>> times(const Executor& executor) {
+std::vector<std::pair<int64_t, int64_t>> times(const PyExecutor& executor) {
   std::vector<std::pair<int64_t, int64_t>> out;
   out.reserve(executor.times().size());
   for (const zb::Times& t : executor.times()) out.emplace_back(t.start, t.end);
@@ -171,6 +231,7 @@ void bind_board(py::module_& m) {
       .def_static("create", &Board::create, py::arg("ranks"))
       .def_static("open", &Board::open, py::arg("pid"), py::arg("fd"), py::arg("ranks"))
       .def_property_readonly("fd", &Board::fd)
+      .def("seal", &Board::seal)
       .def("steps", &Board::steps)
       .def(
           "abort",
@@ -191,25 +252,23 @@ PYBIND11_MODULE(_native, m) {
   bind_channels(m);
   py::class_<Program, std::shared_ptr<Program>>(m, "Program")
       .def(py::init(&make_program), py::arg("lanes"), py::arg("instructions"));
-  py::class_<Executor>(m, "Executor")
-      .def(py::init([](std::shared_ptr<Board> board, int rank, double timeout) {
-             return std::make_unique<Executor>(std::move(board), rank,
-                                               static_cast<int64_t>(timeout * 1e9), lane_hook);
-           }),
-           py::arg("board"), py::arg("rank"), py::arg("timeout"))
-      .def("add_sender", [](Executor& e, std::shared_ptr<Sender> s) { return e.add(std::move(s)); })
+  py::class_<PyExecutor>(m, "Executor")
+      .def(py::init<std::shared_ptr<Board>, int, double>(), py::arg("board"), py::arg("rank"),
+           py::arg("timeout"))
+      .def("add_sender",
+           [](PyExecutor& e, std::shared_ptr<Sender> s) { return e.add(std::move(s)); })
       .def("add_receiver",
-           [](Executor& e, std::shared_ptr<Receiver> r) { return e.add(std::move(r)); })
+           [](PyExecutor& e, std::shared_ptr<Receiver> r) { return e.add(std::move(r)); })
       .def("post", &post, py::arg("instruction"), py::arg("header"), py::arg("pieces"),
            py::arg("payload"))
-      .def("finished", &Executor::finished)
+      .def("finished", [](const PyExecutor& e, uint32_t index) { return e.finished(index); })
       .def("times", &times, "Start and end of each instruction, ns of CLOCK_MONOTONIC.")
       .def("message",
-           [](const Executor& e, int channel, int slot) {
+           [](const PyExecutor& e, int channel, int slot) {
              const Receiver& r = e.receiver(channel);
              return py::make_tuple(py::bytes(r.header(slot)),
                                    Slot{r.mapping(slot), r.payload(slot), r.payload_bytes(slot)});
            })
-      .def("stop", &Executor::stop, py::call_guard<py::gil_scoped_release>());
+      .def("stop", &PyExecutor::stop);
   m.def("run", &run, py::arg("board"), py::arg("rank"), py::arg("jobs"), py::arg("grace_ns"));
 }

@@ -18,8 +18,8 @@ namespace zb {
 using Word = std::atomic<uint32_t>;
 static_assert(sizeof(Word) == 4, "a futex word is 32 bits");
 
-/// Waits look up this often to see an abort or a dead peer. Long enough that 40 sleeping lanes cost
-/// well under 1 % of a core, short enough that an error reaches every rank in a moment.
+/// Waits look up this often to see an abort. Long enough that 40 sleeping lanes cost well under 1 %
+/// of a core, short enough that an error reaches every rank in a moment.
 constexpr int64_t kSliceNs = 50'000'000;
 
 /// Nanoseconds of CLOCK_MONOTONIC: one clock for all processes of a host.

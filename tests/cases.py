@@ -1,8 +1,4 @@
-"""Models with every feature that a pipeline has to get right, and the unsplit run to compare with.
-
-Shared by the tests and bench/. Each Case is a list of layers, batches for some steps, and a loss;
-`reference` runs the same microbatches in order through the unsplit layers.
-"""
+"""Models with every feature that a pipeline has to get right: layers, batches, and a loss."""
 
 from __future__ import annotations
 
@@ -13,8 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-
-from zbpipe.runtime.batch import microbatches
+from torch.utils.checkpoint import checkpoint
 
 SCHEDULES = ("gpipe", "1f1b", "zb1p", "zb2p")
 WIDTH = 6
@@ -39,6 +34,23 @@ class Residual(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.inner(x)
+
+
+class Checkpointed(nn.Module):
+    """Its inner layers run again in backward; `runs` counts."""
+
+    runs = 0
+
+    def __init__(self, inner: nn.Module, reentrant: bool = False) -> None:
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def _run(self, x: torch.Tensor) -> torch.Tensor:
+        Checkpointed.runs += 1
+        return self.inner(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self._run, x, use_reentrant=self.reentrant)
 
 
 def block() -> nn.Module:
@@ -146,46 +158,6 @@ class Case:
 
     def split(self, ranks: int) -> list[int] | str:
         return "auto" if self.partition is None else self.partition[ranks]
-
-
-def reference(case: Case, m: int) -> tuple[nn.Sequential, list[torch.Tensor]]:
-    """The unsplit model after all steps, gradients accumulated in `.grad`, and the losses."""
-    model = case.build()
-    losses = []
-    for value, target in case.batches():
-        size = target.shape[0]
-        xs, ys = microbatches(value, m, size), microbatches(target, m, size)
-        weigh = case.loss_weight or len
-        total = sum(float(weigh(y)) for y in ys)
-        loss = torch.zeros(())
-        for x, y in zip(xs, ys, strict=True):
-            weight = float(weigh(y)) / total
-            part = case.loss_fn(model(x), y)
-            if weight > 0:
-                (part * weight).backward()
-                loss = loss + part.detach() * weight
-        losses.append(loss)
-    return model, losses
-
-
-def assert_same_gradients(
-    got: dict[str, torch.Tensor | None], model: nn.Module, tolerance: float
-) -> None:
-    """Every gradient in `got` equals the reference model's within tolerance of its maximum."""
-    for name, parameter in model.named_parameters():
-        if name not in got:
-            continue  # another rank's
-        want, have = parameter.grad, got[name]
-        assert (want is None) == (have is None), f"{name}: want {want}, have {have}"
-        if want is None or have is None:
-            continue
-        assert want.dtype == have.dtype and want.shape == have.shape, name
-        error = float((want - have).abs().max())
-        assert error <= tolerance * float(want.abs().max()), f"{name}: {error}"
-
-
-def gradients(named: Any) -> dict[str, torch.Tensor | None]:
-    return {n: None if p.grad is None else p.grad.detach().clone() for n, p in named}
 
 
 def _frozen(*positions: int) -> Callable[[], list[nn.Module]]:
@@ -382,6 +354,9 @@ CASES = [
          lambda: regression((9, 3, WIDTH), (10, 8, WIDTH), (9, 1, WIDTH), (13, 40, WIDTH)),
          tolerance=1e-6),
     Case("accumulate", _blocks, lambda: regression(*[(9, 4, WIDTH)] * 3)),
+    Case("checkpointed",
+         lambda: [nn.Linear(WIDTH, WIDTH), *(Checkpointed(block(), i % 2 == 1) for i in range(4))],
+         lambda: regression((9, 4, WIDTH))),
     Case("custom_function", lambda: [block(), Custom(), block(), Custom()],
          lambda: regression((9, 3, WIDTH))),
 ]  # fmt: skip

@@ -16,7 +16,7 @@ flight, and a few more so that messages arrive ahead of time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -173,22 +173,34 @@ class _Flow:
         return fused if fused in self.place else Action(stage, "W", microbatch)
 
     def _message(self, action: Action) -> _Message:
-        """A stage may pass on what it received, so stages of one rank read one another's slots."""
-        last: list[Action] = []
-        sends: list[Action] = []
-        first = reader = self.reader(action)
-        rank = self.schedule.placement[reader.stage]
-        while True:
-            stays = reader if self.forward_only else self._last(reader.stage, reader.microbatch)
-            last.append(stays)
-            target = self.target(reader)
-            if target is None:
-                break
-            if target[1] != rank:
-                sends.append(reader)
-                break
-            reader = self.reader(reader)
+        """Who reads what `action` sends.
+
+        A stage may pass on what it received, also in a gradient (a backward may return what its
+        forward saved), so stages of one rank read one another's slots.
+        """
+        first = self.reader(action)
+        rank = self.schedule.placement[first.stage]
+        makers = list(self._chain(first, rank))
+        if self.forward_only:
+            last = makers
+        else:
+            last = [self._last(reader.stage, reader.microbatch) for reader in makers]
+            for reader in tuple(makers):
+                if reader.kind == "F":
+                    makers += self._chain(self._backward(reader.stage, reader.microbatch), rank)
+        sends = [maker for maker in dict.fromkeys(makers) if self._leaves(maker, rank)]
         return _Message(action, first, tuple(last), tuple(sends))
+
+    def _chain(self, action: Action, rank: int) -> Iterator[Action]:
+        """`action` and those after it, while the result goes to another stage of `rank`."""
+        yield action
+        while (target := self.target(action)) is not None and target[1] == rank:
+            action = self.reader(action)
+            yield action
+
+    def _leaves(self, action: Action, rank: int) -> bool:
+        target = self.target(action)
+        return target is not None and target[1] != rank
 
 
 def _colour(flow: _Flow, pair: tuple[int, int], prefetch: int) -> list[tuple[int, int | None]]:

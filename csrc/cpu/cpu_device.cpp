@@ -1,18 +1,9 @@
-
 #include "cpu/cpu_device.hpp"
 
 #include <algorithm>
 
 namespace zb {
-namespace {
-
-// Every fourth empty slice looks for dead and stalled ranks: a few system calls a rank.
-constexpr int kSlicesPerLook = 4;
-
-}  // namespace
-
-CpuDevice::CpuDevice(std::shared_ptr<Board> board, int rank, int64_t timeout_ns)
-    : board_(std::move(board)), rank_(rank), timeout_ns_(timeout_ns) {
+CpuDevice::CpuDevice(std::shared_ptr<Board> board) : board_(std::move(board)) {
   await_ = [this](const Word& word, uint32_t value) { return await(word, value); };
 }
 
@@ -22,16 +13,12 @@ void CpuDevice::begin(const Program& program) {
 }
 
 bool CpuDevice::await(const Word& word, uint32_t value) const {
-  uint32_t seen = word.load(std::memory_order_acquire);
-  if (reached(seen, value)) return !board_->aborted();
-  int64_t since = now_ns();
-  int64_t slice = std::min(kSliceNs, std::max<int64_t>(timeout_ns_ / kSlicesPerLook, 1'000'000));
-  for (int empty = 0; !reached(seen, value); seen = word.load(std::memory_order_acquire)) {
+  for (uint32_t seen = word.load(std::memory_order_acquire); !reached(seen, value);
+       seen = word.load(std::memory_order_acquire)) {
     if (board_->aborted()) return false;
-    if (futex_wait(word, seen, slice)) continue;
-    if (++empty % kSlicesPerLook == 0 && board_->supervise(rank_, since, timeout_ns_)) return false;
+    futex_wait(word, seen, kSliceNs);
   }
-  return true;
+  return !board_->aborted();
 }
 
 bool CpuDevice::wait(const Program& program, uint32_t instruction) {

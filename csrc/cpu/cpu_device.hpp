@@ -11,7 +11,7 @@ namespace zb {
 
 class CpuDevice : public Device {
  public:
-  CpuDevice(std::shared_ptr<Board> board, int rank, int64_t timeout_ns);
+  explicit CpuDevice(std::shared_ptr<Board> board);
 
   void begin(const Program& program) override;
   bool wait(const Program& program, uint32_t instruction) override;
@@ -24,12 +24,10 @@ class CpuDevice : public Device {
   struct alignas(64) Counter {
     Word finished{0};
   };
-  /// Sleeps until `word` reaches `value`; looks after abort, dead ranks and the timeout meanwhile.
+  /// Sleeps until `word` reaches `value`; false when the board was aborted.
   bool await(const Word& word, uint32_t value) const;
 
   std::shared_ptr<Board> board_;
-  int rank_;
-  int64_t timeout_ns_;
   Wait await_;
   std::vector<std::unique_ptr<Counter>> lanes_;
 };

@@ -27,7 +27,7 @@ Sender::Sender(int slots) : file_(File::create("zbpipe-channel")), extents_(slot
   ZB_CHECK(slots >= 1, "a channel needs at least one slot");
   end_ = control_bytes(slots);
   file_->grow(end_);
-  control_ = std::make_unique<Mapping>(file_, 0, end_);
+  control_ = std::make_unique<Mapping>(*file_, 0, end_);
   states_ = reinterpret_cast<SlotState*>(control_->data());
 }
 
@@ -36,7 +36,7 @@ void Sender::ensure(Extent& extent, size_t bytes) {
   if (extent.map) file_->punch(extent.offset, extent.map->size());
   size_t capacity = extent_bytes(bytes);
   file_->grow(end_ + capacity);
-  extent.map = std::make_unique<Mapping>(file_, end_, capacity);
+  extent.map = std::make_unique<Mapping>(*file_, end_, capacity);
   extent.offset = end_;
   end_ += capacity;
 }
@@ -68,7 +68,7 @@ Receiver::Receiver(std::shared_ptr<File> file, int slots, bool poison)
       maps_(slots),
       offsets_(slots, 0),
       poison_(poison) {
-  control_ = std::make_unique<Mapping>(file_, 0, control_bytes(slots));
+  control_ = std::make_unique<Mapping>(*file_, 0, control_bytes(slots));
   states_ = reinterpret_cast<SlotState*>(control_->data());
 }
 
@@ -77,7 +77,7 @@ bool Receiver::receive(int slot, const Wait& wait) {
   release(slot);
   if (!wait(state.ready, received_.at(slot) + 1)) return false;
   if (offsets_[slot] != state.offset) {
-    maps_[slot] = std::make_shared<Mapping>(file_, state.offset, state.capacity);
+    maps_[slot] = std::make_shared<Mapping>(*file_, state.offset, state.capacity);
     offsets_[slot] = state.offset;
   }
   ++received_[slot];

@@ -12,11 +12,10 @@ from cases import (
     CASES,
     SCHEDULES,
     Case,
+    Checkpointed,
     Counted,
-    assert_same_gradients,
-    gradients,
-    reference,
 )
+from unsplit import assert_same_gradients, gradients, reference
 
 
 def run(case: Case, ranks: int, m: int, schedule: str):
@@ -46,7 +45,7 @@ def test_every_feature_under_every_schedule(case: Case, ranks: int) -> None:
         want, want_losses = reference(case, m)
         bits = None
         for schedule in SCHEDULES:
-            Counted.calls = 0
+            Counted.calls = Checkpointed.runs = 0
             model, losses = run(case, ranks, m, schedule)
             for loss, expected in zip(losses, want_losses, strict=True):
                 error = abs(loss - expected)
@@ -61,5 +60,7 @@ def test_every_feature_under_every_schedule(case: Case, ranks: int) -> None:
             assert all(torch.equal(a, b) for a, b in zip(losses, bits[1], strict=True))
             for name, grad in got.items():
                 assert grad is None or torch.equal(grad, bits[0][name]), (name, schedule, m)
+            if case.name == "checkpointed":
+                assert Checkpointed.runs == 4 * m * 2  # in F, and once more in I
             if case.name == "custom_function":
                 assert Counted.calls == 2 * m

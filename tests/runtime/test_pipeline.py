@@ -16,17 +16,16 @@ from cases import (
     CASES,
     SCHEDULES,
     WIDTH,
+    Checkpointed,
     Map,
-    assert_same_gradients,
     block,
-    gradients,
     masked,
     mse,
-    reference,
     regression,
     tokens,
 )
-from zbpipe import ConfigError, MemoryBudgetError, StageError
+from unsplit import assert_same_gradients, gradients, reference
+from zbpipe import ConfigError, StageError
 
 BY_NAME = {case.name: case for case in CASES}
 
@@ -120,6 +119,23 @@ def test_dropout_depends_on_seed_step_stage_and_microbatch_only() -> None:
     assert len(set(first)) == 3
     assert all(losses(schedule, 1) == first for schedule in SCHEDULES)
     assert losses("1f1b", 2) != first
+
+
+def test_checkpointed_dropout_is_drawn_again_alike() -> None:
+    def model():
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            inner = [nn.Sequential(block(), nn.Dropout(0.5)) for _ in range(4)]
+            return nn.Sequential(block(), *map(Checkpointed, inner)).double()
+
+    x, y = batch()
+    first = None
+    for schedule in SCHEDULES:
+        split = model()
+        wrapped(split, schedule=schedule).step(x, target=y)
+        first = first or gradients(split.named_parameters())
+        for name, grad in gradients(split.named_parameters()).items():
+            assert torch.equal(grad, first[name]), (schedule, name)
 
 
 def test_a_fresh_wrap_of_the_same_layers_after_a_step_that_raised() -> None:
@@ -221,83 +237,6 @@ def test_save_and_load(tmp_path) -> None:
         assert torch.equal(a, b)
     with pytest.raises(ConfigError, match=r"0\.bias"):
         pipe.load_state_dict({k: v for k, v in state.items() if k != "0.bias"})
-
-
-def test_example_measures_costs_and_leaves_no_trace() -> None:
-    case = BY_NAME["norms"]
-    x, y = case.batches()[0]
-    model = case.build()
-    fired = []
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-        p.register_post_accumulate_grad_hook(lambda p: fired.append(p))
-    state = torch.get_rng_state()
-    pipe = wrapped(model, schedule="auto", example=x)
-    pipe.step(x, target=y)
-    assert torch.equal(state, torch.get_rng_state())
-    assert len(fired) == len(list(model.parameters()))
-    assert pipe.plan.costs.source == "profiled"
-    costs = pipe.plan.costs
-    assert min(costs.forward + costs.input_grad + costs.act + costs.stash + costs.boundary) > 0
-    want, _ = reference(case, 4)
-    for p, q in zip(model.parameters(), want.parameters(), strict=True):
-        torch.testing.assert_close(p.grad - 1, q.grad, rtol=1e-10, atol=1e-12)
-    for a, b in zip(model.buffers(), want.buffers(), strict=True):
-        assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", ["blocks", "tokens", "trees", "several_outputs", "norms"])
-def test_measured_memory_never_exceeds_the_plan(schedule: str, name: str) -> None:
-    case = BY_NAME[name]
-    x, y = case.batches()[0]
-    ranks = 3
-    pipe = wrapped(
-        case.build(), schedule=schedule, example=x, microbatches=6, local_ranks=ranks,
-        loss_fn=case.loss_fn,
-    )  # fmt: skip
-    pipe.measure_memory()
-    pipe.step(x, target=y)
-    timeline = pipe.timeline()
-    for rank in range(ranks):
-        # A stage of "trees" multiplies by constants only: it holds nothing.
-        assert (name == "trees") or timeline.peak(rank) > 0
-        assert timeline.peak(rank) <= pipe.plan.peak(rank) * (1 + 1e-9)
-        assert timeline.memory[rank][-1][1] == 0  # everything was let go of
-
-
-def test_an_evaluation_before_the_first_step_does_not_count_as_costs() -> None:
-    case = BY_NAME["blocks"]
-    x, y = case.batches()[0]
-    plans = []
-    for first in (False, True):
-        pipe = wrapped(case.build(), example=x)
-        if first:
-            pipe.eval_step(x.repeat(5, 1, 1), target=y.repeat(5, 1, 1))
-            assert pipe.plan is None
-        pipe.step(x, target=y)
-        plans.append(pipe.plan)
-    assert plans[0].costs.act == plans[1].costs.act
-
-
-def test_memory_budget_chooses_or_refuses() -> None:
-    case = BY_NAME["blocks"]
-    x, y = case.batches()[0]
-    big = wrapped(case.build(), schedule="zb2p", memory="1GiB", microbatches=8)
-    big.step(x, target=y)
-    need = [big.plan.peak(rank) for rank in range(2)]
-    wrapped(case.build(), schedule="zb2p", memory=[n * 1.2 for n in need], microbatches=8).step(
-        x, target=y
-    )
-    with pytest.raises(MemoryBudgetError, match=r"rank 0 \(stage 0\) lacks .* what would fit"):
-        wrapped(case.build(), schedule="zb2p", memory=need[0] * 0.7, microbatches=8).step(
-            x, target=y
-        )
-    small = wrapped(case.build(), schedule="auto", memory=need[0] * 0.75, microbatches=8)
-    small.step(x, target=y)
-    assert small.plan.schedule.name in ("zb_h1", "1f1b")
-    with pytest.raises(MemoryBudgetError, match="no schedule fits"):
-        wrapped(case.build(), schedule="auto", memory=100, microbatches=8).step(x, target=y)
 
 
 def test_a_schedule_from_a_file_and_an_object(tmp_path) -> None:

@@ -30,7 +30,6 @@ from ..timeline import Timeline
 from . import data
 from .gpt import BATCH_SIZE, GPT, LEARNING_RATE, GPTConfig, loss_fn
 
-# A run of a schedule on its own clock, as (schedule, steps done).
 Report = Any
 _HELD_OUT_BATCHES = 2
 
@@ -74,7 +73,7 @@ class Result:
     def memory_planned(self) -> float | None:
         if self.memory_measured is None:
             return None
-        return max(self.plan.peak(rank) for rank in range(self.plan.schedule.ranks))
+        return max(map(self.plan.timeline.peak, range(self.plan.schedule.ranks)))
 
 
 @dataclass
@@ -206,7 +205,7 @@ def _train_schedule(
     losses, starts, parts, error = [], [], [], 0.0
     for step in range(options.steps):
         inputs, targets = _batch(text, step, options)
-        pipe.measure_memory(step == 0)  # the first step is not timed
+        pipe.measure_memory(step == options.steps - 1)
         starts.append(time.perf_counter())
         losses.append(pipe.step(inputs, target=targets).item())
         parts.append(pipe.local_timeline())
@@ -231,19 +230,13 @@ def _train_schedule(
         plan=plan,
         step_s=statistics.median(steps),
         bubble_measured=statistics.median(t.bubble("stage") for t in timelines[1:]),
-        measured=_typical(timelines[1:]),
-        memory_measured=max(timelines[0].peak(r) for r in range(options.stages)),
+        measured=timelines[-1],
+        memory_measured=max(map(timelines[-1].peak, range(options.stages))),
         loss_before=before,
         loss_after=after,
         grad_max_diff=max(error for _, error in everyone),
         losses=losses,
     )
-
-
-def _typical(timelines: list[Timeline]) -> Timeline:
-    """The one whose bubble is the median."""
-    ordered = sorted(timelines, key=lambda timeline: timeline.bubble("stage"))
-    return ordered[len(ordered) // 2]
 
 
 def _held_out_loss(pipe: Any, text: data.Text) -> float:
@@ -287,6 +280,6 @@ def _virtual(rank: int, options: Options, reports: Report) -> None:
         ]
         steps = [end - start for start, end in pairwise(starts[1:])]
         bubble = statistics.median(t.bubble("stage") for t in timelines[1:])
-        found[name] = Result(name, plan, statistics.median(steps), bubble, _typical(timelines[1:]))
+        found[name] = Result(name, plan, statistics.median(steps), bubble, timelines[-1])
     if rank == 0:
         reports.put(("results", Results(options, found)))

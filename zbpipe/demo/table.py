@@ -81,12 +81,12 @@ def to_json(results: Results) -> dict[str, Any]:
 
 
 def report(results: Results) -> str:
-    """The HTML report: planned over measured timeline of a typical step of each schedule."""
+    """The HTML report: planned over measured timeline of the last step of each schedule."""
     notes = ["Bubbles are of the stage objective: idle ÷ the longest span of a rank."]
     if results.options.device == "virtual":
         notes.append("VIRTUAL device: sleeps in place of a model, run by the same executor.")
     else:
-        notes.append("Memory was counted in the first step; the timeline is of a later one.")
+        notes.append("Timelines are of the last step, in which memory was counted.")
     entries = [
         Entry(name, result.plan.timeline, result.measured, _cells(results, result))
         for name, result in results.schedules.items()

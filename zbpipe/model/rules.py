@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ class Deferred:
     Every parameter that gets a gradient through the entry is added to `touched`, if given: one set
     for all microbatches of a step tells whose post-accumulate-grad hooks are to fire. Records of
     `eager` parameters are accumulated inside the backward, fused or not: autograd adds to the same
-    `.grad` (see `used_directly`), and the order of the additions must not depend on the schedule.
+    `.grad` (see graph.py), and the order of the additions must not depend on the schedule.
     """
 
     def __init__(
@@ -331,28 +331,7 @@ def _embedding(module: Any, x: Tensor, entry: Deferred) -> Tensor:
     return y.view(*x.shape, y.shape[1])
 
 
-def used_directly(outputs: Iterable[Tensor]) -> set[Parameter]:
-    """Parameters that the graph of `outputs` reaches otherwise than through a split module.
-
-    For instance `F.linear(x, self.embedding.weight)` in a forward: autograd makes that gradient.
-    """
-    found: set[Parameter] = set()
-    pending = [t.grad_fn for t in outputs if t.grad_fn is not None]
-    seen = set(pending)
-    while pending:
-        node: Any = pending.pop()
-        split = getattr(node, "_forward_cls", None) in (_Linear, _Embedding)
-        for following, _ in node.next_functions:
-            if following is None:
-                continue
-            variable = getattr(following, "variable", None)
-            if variable is None:
-                if following not in seen:
-                    seen.add(following)
-                    pending.append(following)
-            elif not split:
-                found.add(variable)
-    return found
+SPLIT_FUNCTIONS = (_Linear, _Embedding)
 
 
 Rule = Callable[[Any, Tensor, Deferred], Tensor]

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import _native
-from ..errors import ConfigError
-from ..program import Program, Programs
+from ..errors import ConfigError, ZbpipeError
+from ..program import Op, Program, Programs
 from ..timeline import Span, Timeline
 from . import control
 from .world import World, host_id
@@ -32,6 +32,7 @@ class Crew:
     def __init__(self, world: World, timeout: float, poison: bool = False) -> None:
         self.world = world
         self._poison = poison
+        self._pid = os.getpid()
         board = _native.Board.create(world.size) if world.rank == 0 else None
         mine = (host_id(), os.getpid(), -1 if board is None else board.fd)
         everyone = world.gather(mine)
@@ -50,6 +51,7 @@ class Crew:
         self.close = weakref.finalize(self, _stop, tuple(self.executors.values()))
         # Everybody has the board open before rank 0's process may go.
         world.gather(None)
+        board.seal()
 
     def connect(self, slots: Mapping[tuple[int, int], int]) -> None:
         """Open a channel for each (from, to) pair of ranks. Collective; once a crew.
@@ -90,9 +92,14 @@ class Crew:
         """Run one Program a rank to its end; `callbacks[rank](instruction)` does the actions.
 
         Raises StageError or ConfigError, the same on every rank, if any rank of the host failed;
-        KeyboardInterrupt if it came here. The crew cannot run again after that.
+        KeyboardInterrupt if it came here. The crew cannot run again after that. ZbpipeError where
+        the crew was closed, or in a process forked from the one that made it.
         """
         self.raise_failure()
+        if not self.close.alive:
+            raise ZbpipeError("this pipeline was closed: wrap the model again")
+        if os.getpid() != self._pid:
+            raise ZbpipeError("this process was forked from the pipeline's: step() belongs there")
         jobs = [
             (executor, loaded.native[rank], self._guard(loaded.programs[rank], callbacks[rank]))
             for rank, executor in self.executors.items()
@@ -126,12 +133,16 @@ class Crew:
             raise control.error_of(failure) from self._errors.get(failure[0])
 
     def timeline(self, loaded: Loaded, kind: str = "measured") -> Timeline:
-        """What this process's ranks did in the last run, seconds of the host's monotonic clock."""
+        """What this process's ranks did in the last run, seconds of the host's monotonic clock.
+
+        Messages are received in place: a receive is the moment of the arrival, not the wait for it.
+        """
         spans = []
         for rank, program in loaded.programs.items():
             times = self.executors[rank].times()
             for instruction, (start, end) in zip(program.instructions, times, strict=True):
                 lane = program.lanes[instruction.lane]
+                start = end if instruction.op == Op.RECEIVE else start
                 spans.append(Span(rank, lane, instruction.action, start / 1e9, end / 1e9))
         return Timeline(tuple(spans), self.world.size, kind=kind)
 

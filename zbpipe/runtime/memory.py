@@ -8,48 +8,60 @@ off the Deferred entries. Parameters and buffers do not count.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ..model.split import Deferred
 
 
 class Meter:
-    """Bytes held now, and a staircase of them over time, of one rank in one step."""
+    """Bytes held now, and a staircase of them over time, of one rank in one step.
 
-    def __init__(self, ignored: Iterable[torch.Tensor]) -> None:
+    `allocations` also follows every tensor that an action makes, for what it needs only while it
+    runs: slow, for trial runs.
+    """
+
+    def __init__(self, ignored: Iterable[torch.Tensor], allocations: bool = False) -> None:
         """`ignored`: parameters and buffers of the rank's stages."""
         self._ignored = {tensor.untyped_storage()._cdata for tensor in ignored}
         self._live: dict[int, list[int]] = {}  # storage → [holders, bytes]
+        self._allocations = Allocations() if allocations else None
         self.held = 0
-        self._peak = 0
-        # After each action: the bytes held, and the most that were held while it ran.
+        # After each action: the bytes held, and those that it needed on top while it ran.
         self.curve: list[tuple[float, float]] = []
-        self.peaks: list[float] = []
+        self.transients: list[float] = []
 
-    def watch(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def watch(self) -> Iterator[None]:
         """Count what autograd saves inside, for as long as autograd keeps it."""
-        hooks: AbstractContextManager[None] = torch.autograd.graph.saved_tensors_hooks(
-            self._pack, _unpack
-        )
-        return hooks
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+            if self._allocations is None:
+                yield
+            else:
+                with self._allocations:
+                    yield
 
     def _pack(self, tensor: torch.Tensor) -> Held:
         # Detached: a node that saves its own output would else keep itself alive.
         return Held(self, tensor.detach())
 
     def hold(self, storage: torch.UntypedStorage) -> None:
+        """Count `storage` once more; Held does it."""
         if storage._cdata in self._ignored:
             return
         entry = self._live.setdefault(storage._cdata, [0, storage.nbytes()])
         if entry[0] == 0:
             self.held += entry[1]
-            self._peak = max(self._peak, self.held)
         entry[0] += 1
 
     def drop(self, storage: torch.UntypedStorage) -> None:
+        """Undo one `hold`."""
         entry = self._live.get(storage._cdata)
         if entry is None:
             return
@@ -65,8 +77,8 @@ class Meter:
     def sample(self) -> None:
         """An action has ended: add the bytes held now to the curve."""
         self.curve.append((time.monotonic(), float(self.held)))
-        self.peaks.append(float(self._peak))
-        self._peak = self.held
+        if self._allocations is not None:
+            self.transients.append(float(self._allocations.lap()))
 
 
 class Held:
@@ -86,3 +98,40 @@ class Held:
 
 def _unpack(held: Held) -> torch.Tensor:
     return held.tensor
+
+
+class Allocations(TorchDispatchMode):
+    """Follows the storages of all tensors that operators make: bytes live now, and at most."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known: dict[int, Any] = {}
+        self._live = self._peak = self._start = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._follow(leaf.untyped_storage())
+        return result
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+
+        def gone(_: Any) -> None:
+            del self._known[key]
+            self._live -= size
+
+        self._known[key] = weakref.ref(storage, gone)
+        self._live += size
+        self._peak = max(self._peak, self._live)
+
+    def lap(self) -> int:
+        """Bytes at the worst moment since the last lap, over both its ends."""
+        over = self._peak - max(self._start, self._live)
+        self._start = self._peak = self._live
+        return over

@@ -218,7 +218,7 @@ class Pipeline:
         run = replace(run, key=("step", -1, run.key[2]), hooks=False)
         try:
             with untouched([stage.root for stage in self._stages.values()]):
-                self._execute(crew, loaded, replace(run, meter=True))
+                self._execute(crew, loaded, replace(run, meter=True, trial=True))
                 held = {}
                 for runner in self._ranks.values():
                     held.update(planner.held_by_stage(loaded.programs[runner.rank], runner))

@@ -139,7 +139,7 @@ def held_by_stage(program: Program, runner: Rank) -> dict[int, tuple[float, floa
     """(act, stash, transient) in bytes of each stage, the most of any microbatch, from the meter.
 
     The curve has one point after each compute instruction: the difference that F makes is act,
-    that of I stash - act.
+    that of I stash - act. The transient is what an action needed over both its ends.
     """
     assert runner.meter is not None
     after = [held for _, held in runner.meter.curve]
@@ -148,8 +148,8 @@ def held_by_stage(program: Program, runner: Rank) -> dict[int, tuple[float, floa
     kept: dict[tuple[int, int], float] = {}
     stash: dict[int, float] = {}
     transient: dict[int, float] = {}
-    for action, before, now, peak in zip(
-        actions, [0.0, *after], after, runner.meter.peaks, strict=False
+    for action, before, now, extra in zip(
+        actions, [0.0, *after], after, runner.meter.transients, strict=False
     ):
         stage = action.stage
         if action.kind == "F":
@@ -158,5 +158,5 @@ def held_by_stage(program: Program, runner: Rank) -> dict[int, tuple[float, floa
         elif action.kind == "I":
             left = kept[action[::2]] + now - before
             stash[stage] = max(stash.get(stage, 0.0), left)
-        transient[stage] = max(transient.get(stage, 0.0), peak - max(before, now))
+        transient[stage] = max(transient.get(stage, 0.0), extra)
     return {stage: (act[stage], stash[stage], transient[stage]) for stage in act}

@@ -31,6 +31,7 @@ class Run:
     loss_fn: LossFn | None
     autocast: tuple[torch.dtype, bool] | None = None
     meter: bool = False
+    trial: bool = False  # measures what actions need while they run, too
     hooks: bool = True  # fire post-accumulate-grad hooks
 
     @property
@@ -79,7 +80,7 @@ class Rank:
         if run.meter:
             modules = [stage.root for stage in self.stages.values()]
             tensors = [t for m in modules for t in (*m.parameters(), *m.buffers())]
-            self.meter = Meter(tensors)
+            self.meter = Meter(tensors, allocations=run.trial)
         for stage in self.stages.values():
             stage.begin(self.meter)
 
@@ -165,7 +166,8 @@ class Rank:
             self.losses[mb] = loss
         dX: list[torch.Tensor | None] = []
         if self._run.training:
-            dX = stage.backward(mb, grads, fused=action.kind == "B")
+            with self.lock:  # checkpointed layers draw their random numbers again
+                dX = stage.backward(mb, grads, fused=action.kind == "B")
         if action.stage > 0:
             self._pass_on(index, action, dX, (self._run.key, self.losses[mb]))
 

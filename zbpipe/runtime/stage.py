@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..model.rules import Deferred, used_directly
+from ..model.graph import used_directly
+from ..model.rules import Deferred
 from ..model.split import Splitter, fire_hooks, mute_hooks
 from .boundary import Inputs
 from .memory import Held, Meter
@@ -122,12 +123,14 @@ class Stage:
     def weights(self, microbatch: int) -> None:
         """W: what `backward` deferred."""
         held = self._held.pop(microbatch)
-        held.entry.run()
+        with self._watch():
+            held.entry.run()
         held.stash.clear()
 
     def finish(self) -> None:
         """After the step's last W: post-accumulate-grad hooks, once a parameter."""
-        fire_hooks(p for p in self.parameters if p in self._touched)
+        with torch.no_grad():  # as autograd calls them
+            fire_hooks(p for p in self.parameters if p in self._touched)
 
     def _watch(self) -> AbstractContextManager[None]:
         return nullcontext() if self.meter is None else self.meter.watch()

@@ -25,7 +25,9 @@ _JOIN_TIMEOUT = timedelta(seconds=120)
 class World:
     """`size` ranks, of which this process drives `local`. `gather` is a collective over processes.
 
-    Control messages go over a gloo group of its own, so that no user's traffic mixes with them.
+    Control messages are ordinary collectives of a gloo group, in the order of the calls that all
+    ranks make alike: `wrap`, the first step, `timeline`, `clip_grad_norm_`, `save`. A later step
+    makes none.
     """
 
     size: int
@@ -94,7 +96,11 @@ def join(local_ranks: int | None, mesh: Any = None) -> World:
         dist.init_process_group("gloo", timeout=_JOIN_TIMEOUT)
     if dist.get_world_size() == 1:
         return World(1, (0,))
-    group = dist.new_group(backend="gloo", timeout=_JOIN_TIMEOUT)
+    # A group of our own only where there is no other way: torch never frees one, and to set one up
+    # costs a rendezvous of all ranks.
+    group = dist.group.WORLD
+    if "gloo" not in dist.get_backend_config(group):
+        group = dist.new_group(backend="gloo", timeout=_JOIN_TIMEOUT)
     return World(dist.get_world_size(), (dist.get_rank(),), group)
 
 

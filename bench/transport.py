@@ -1,0 +1,144 @@
+"""How fast messages and instructions are: shm between two processes, and the executor itself.
+
+    python bench/transport.py [--json FILE] [--repeats 7]
+
+latency      rank 0 → rank 1 in ping-pong, from the send's start to the end of the receive; `hop` is
+             from the end of the action that made the message to the start of the one that reads it
+throughput   messages back to back, first send to last receive; received in place, not copied again
+native       one rank, 10,000 sleeps of 0; callback: 10,000 empty Python callbacks
+
+Every figure is a median over runs of one process pair, with the least and the most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from zbpipe.program import Programs, compile, virtual
+from zbpipe.runtime.executor import Crew, Loaded
+from zbpipe.runtime.world import World, join, spawn
+from zbpipe.schedule import build
+from zbpipe.schedule.core import Action, Schedule
+
+KIB, MIB = 1 << 10, 1 << 20
+PINGS = 200  # messages each way in a run
+BURST = 24  # messages of a throughput run
+INSTRUCTIONS = 10_000
+
+# What zbpipe holds itself to on two ordinary cores.
+BARS = {
+    "latency_64kib_us": ("at most", 60.0),
+    "throughput_16mib_gbs": ("at least", 3.0),
+    "native_us": ("at most", 5.0),
+    "callback_us": ("at most", 10.0),
+}
+
+
+def ping_pong() -> Programs:
+    """Rank 0 makes a message, rank 1 answers it, one at a time."""
+    rows = tuple(
+        tuple(Action(stage, kind, i) for i in range(PINGS) for kind in "FB") for stage in (0, 1)
+    )
+    return compile(Schedule(rows, PINGS, (0, 1)))
+
+
+def burst() -> Programs:
+    """Rank 0 sends as fast as rank 1 lets it."""
+    rows = tuple(tuple(Action(stage, "F", i) for i in range(BURST)) for stage in (0, 1))
+    return compile(Schedule(rows, BURST, (0, 1)), forward_only=True)
+
+
+def measure(rank: int, path: str, repeats: int) -> None:
+    """In a spawned rank: run every case, gather both ranks' times, write them from rank 0."""
+    world = join(None)
+    out: dict[str, list[float]] = {}
+    for size, name in ((64 * KIB, "64kib"), (MIB, "1mib")):
+        for ours in _repeat(world, ping_pong(), size, repeats):
+            ends, starts = _merge(world.gather(ours), "end"), _merge(world.gather(ours), "start")
+            latency, hop = [], []
+            for i in range(PINGS):
+                action = Action(0, "F", i)
+                latency.append(ends[1, "recv:0", action] - starts[0, "send:1", action])
+                hop.append(starts[1, "compute", Action(1, "F", i)] - ends[0, "compute", action])
+            out.setdefault(f"latency_{name}_us", []).append(statistics.median(latency) * 1e6)
+            out.setdefault(f"hop_{name}_us", []).append(statistics.median(hop) * 1e6)
+    for ours in _repeat(world, burst(), 16 * MIB, repeats):
+        ends, starts = _merge(world.gather(ours), "end"), _merge(world.gather(ours), "start")
+        first, last = Action(0, "F", 0), Action(0, "F", BURST - 1)
+        seconds = ends[1, "recv:0", last] - starts[0, "send:1", first]
+        out.setdefault("throughput_16mib_gbs", []).append(BURST * 16 * MIB / seconds / 1e9)
+    if rank == 0:
+        Path(path).write_text(json.dumps(out))
+
+
+def _repeat(world: World, programs: Programs, nbytes: int, repeats: int) -> list[list[Any]]:
+    """This rank's spans of `repeats` runs, after one that touches all memory."""
+    crew = Crew(world, timeout=60.0)
+    crew.connect(programs.slots)
+    loaded = crew.load(virtual(programs, lambda _: 0.0, lambda _: nbytes))
+    runs = []
+    for _ in range(repeats + 1):
+        crew.run(loaded, {world.rank: None})
+        runs.append(list(crew.timeline(loaded, "virtual").spans))
+    crew.close()
+    return runs[1:]
+
+
+def _merge(parts: list[list[Any]], edge: str) -> dict[tuple[int, str, Action], float]:
+    return {(s.rank, s.lane, s.action): getattr(s, edge) for part in parts for s in part}
+
+
+def overhead(repeats: int) -> dict[str, list[float]]:
+    """Microseconds an instruction on one rank, by the wall clock of whole runs."""
+    programs = compile(build("gpipe", 1, INSTRUCTIONS // 2))
+    crew = Crew(World(1, (0,)), timeout=60.0)
+    crew.connect(programs.slots)
+    sleeps = crew.load(virtual(programs, lambda _: 0.0, lambda _: 0))
+    callbacks = crew.load(programs)
+    cases: list[tuple[str, Loaded, Callable[[int], None] | None]] = [
+        ("native_us", sleeps, None),
+        ("callback_us", callbacks, lambda index: None),
+    ]
+    out: dict[str, list[float]] = {}
+    for name, loaded, callback in cases:
+        for repeat in range(repeats + 1):
+            start = time.perf_counter()
+            crew.run(loaded, {0: callback})
+            if repeat:
+                took = (time.perf_counter() - start) / INSTRUCTIONS
+                out.setdefault(name, []).append(took * 1e6)
+    crew.close()
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write medians and spreads here")
+    parser.add_argument("--repeats", type=int, default=7, help="runs a figure (default 7)")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "times.json")
+        ranks = spawn(measure, 2, (path, options.repeats))
+        while not ranks.join():
+            pass
+        samples = json.loads(Path(path).read_text())
+    samples |= overhead(options.repeats)
+    medians = {name: statistics.median(values) for name, values in samples.items()}
+    print(f"{'figure':<22}{'median':>10}{'least':>10}{'most':>10}   bar")
+    for name, values in samples.items():
+        bar = " ".join(map(str, BARS.get(name, ("", ""))))
+        print(f"{name:<22}{medians[name]:>10.2f}{min(values):>10.2f}{max(values):>10.2f}   {bar}")
+    if options.json is not None:
+        spread = {name: [min(values), max(values)] for name, values in samples.items()}
+        options.json.write_text(json.dumps(medians | {"spread": spread}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Costs from trial runs, memory measured and planned, budgets."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import zbpipe
+from cases import CASES, SCHEDULES, Map, mse
+from unsplit import reference
+from zbpipe import MemoryBudgetError
+
+BY_NAME = {case.name: case for case in CASES}
+
+
+def wrapped(model, **options):
+    defaults = {"microbatches": 4, "schedule": "zb1p", "loss_fn": mse, "local_ranks": 2}
+    return zbpipe.wrap(model, **(defaults | options))
+
+
+def test_example_measures_costs_and_leaves_no_trace() -> None:
+    case = BY_NAME["norms"]
+    x, y = case.batches()[0]
+    model = case.build()
+    fired = []
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+        p.register_post_accumulate_grad_hook(lambda p: fired.append(p))
+    state = torch.get_rng_state()
+    pipe = wrapped(model, schedule="auto", example=x)
+    pipe.step(x, target=y)
+    assert torch.equal(state, torch.get_rng_state())
+    assert len(fired) == len(list(model.parameters()))
+    assert pipe.plan.costs.source == "profiled"
+    costs = pipe.plan.costs
+    assert min(costs.forward + costs.input_grad + costs.act + costs.stash + costs.boundary) > 0
+    want, _ = reference(case, 4)
+    for p, q in zip(model.parameters(), want.parameters(), strict=True):
+        torch.testing.assert_close(p.grad - 1, q.grad, rtol=1e-10, atol=1e-12)
+    for a, b in zip(model.buffers(), want.buffers(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", ["blocks", "tokens", "trees", "several_outputs", "norms"])
+def test_measured_memory_never_exceeds_the_plan(schedule: str, name: str) -> None:
+    case = BY_NAME[name]
+    x, y = case.batches()[0]
+    ranks = 3
+    pipe = wrapped(
+        case.build(), schedule=schedule, example=x, microbatches=6, local_ranks=ranks,
+        loss_fn=case.loss_fn,
+    )  # fmt: skip
+    pipe.measure_memory()
+    pipe.step(x, target=y)
+    timeline = pipe.timeline()
+    for rank in range(ranks):
+        # A stage of "trees" multiplies by constants only: it holds nothing.
+        assert (name == "trees") or timeline.peak(rank) > 0
+        assert timeline.peak(rank) <= pipe.plan.timeline.peak(rank) * (1 + 1e-9)
+        assert timeline.memory[rank][-1][1] == 0  # everything was let go of
+
+
+def test_the_largest_transient_is_in_the_planned_peak() -> None:
+    """A layer that needs a big tensor for a moment, in F as in I, and keeps none of it."""
+
+    class Wide(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x + torch.ones(100_000, dtype=x.dtype).sum() * 0
+
+        @staticmethod
+        def backward(ctx, dY):
+            return dY + torch.ones(200_000, dtype=dY.dtype).sum() * 0
+
+    case = BY_NAME["blocks"]
+    x, y = case.batches()[0]
+    model = nn.Sequential(*case.build(), Map(Wide.apply))
+    pipe = wrapped(model, example=x, partition=[3, 3])
+    pipe.step(x, target=y)
+    small, big = pipe.plan.costs.transient
+    assert 0 < small < 100_000
+    assert 1_600_000 <= big < 1_700_000
+    assert pipe.plan.peak(1) == pipe.plan.timeline.peak(1) + big
+
+
+def test_an_evaluation_before_the_first_step_does_not_count_as_costs() -> None:
+    case = BY_NAME["blocks"]
+    x, y = case.batches()[0]
+    plans = []
+    for first in (False, True):
+        pipe = wrapped(case.build(), example=x)
+        if first:
+            pipe.eval_step(x.repeat(5, 1, 1), target=y.repeat(5, 1, 1))
+            assert pipe.plan is None
+        pipe.step(x, target=y)
+        plans.append(pipe.plan)
+    assert plans[0].costs.act == plans[1].costs.act
+
+
+def test_memory_budget_chooses_or_refuses() -> None:
+    case = BY_NAME["blocks"]
+    x, y = case.batches()[0]
+    big = wrapped(case.build(), schedule="zb2p", memory="1GiB", microbatches=8)
+    big.step(x, target=y)
+    need = [big.plan.peak(rank) for rank in range(2)]
+    wrapped(case.build(), schedule="zb2p", memory=[n * 1.2 for n in need], microbatches=8).step(
+        x, target=y
+    )
+    with pytest.raises(MemoryBudgetError, match=r"rank 0 \(stage 0\) lacks .* what would fit"):
+        wrapped(case.build(), schedule="zb2p", memory=need[0] * 0.7, microbatches=8).step(
+            x, target=y
+        )
+    small = wrapped(case.build(), schedule="auto", memory=need[0] * 0.75, microbatches=8)
+    small.step(x, target=y)
+    assert small.plan.schedule.name in ("zb_h1", "1f1b")
+    with pytest.raises(MemoryBudgetError, match="no schedule fits"):
+        wrapped(case.build(), schedule="auto", memory=100, microbatches=8).step(x, target=y)

@@ -1,0 +1,30 @@
+"""The package as an installed one: everything is in it, kernels too."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+LOOK = """
+import zbpipe, zbpipe._native, zbpipe.kernels, zbpipe.demo.runner, zbpipe.report, sys
+for module in (zbpipe, zbpipe._native, zbpipe.kernels):
+    assert module.__file__.startswith(sys.argv[1]), module.__file__
+"""
+
+
+def test_installed_away_from_the_sources(tmp_path) -> None:
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]
+    subprocess.run([*pip, "--no-build-isolation", "--target", str(tmp_path), str(ROOT)], check=True)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", LOOK, str(tmp_path)]
+    subprocess.run(command, check=True, env=environment, cwd=tmp_path)
+
+
+def test_editable() -> None:
+    code = "import zbpipe.kernels as k; print(k.__file__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert Path(done.stdout.strip()).is_file()
