@@ -7,6 +7,11 @@ ratios are medians over the rounds of ratios within a round.
 
 virtual: sleeps of F = I = W through the executor and shared memory, measured ÷ simulated.
 
+transport: the figures of bench/transport.py, which see.
+
+Both runtimes share their processes, so torch's side too gains by what zbpipe does to them: malloc
+that keeps freed memory (zbpipe/runtime/memory.py).
+
     python bench/runtime_vs_torch.py --json vs_torch.json
 """
 
@@ -27,6 +32,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transport
 from sides import (
     TORCH,
     TORCH_1F1B,
@@ -108,6 +114,11 @@ def sleeping(rank: int, sleeps: Sleeps, out: str) -> None:
         Path(out).write_text(json.dumps(found))
 
 
+def carrying(rank: int, repeats: int, out: str) -> None:
+    """One rank of the transport's figures; rank 0 writes what all measured to `out`."""
+    transport.measure(rank, out, repeats)
+
+
 def run(fn: Callable[..., None], ranks: int, *args: Any) -> Any:
     """`fn(rank, *args, out)` in spawned processes; what rank 0 wrote to `out`."""
     with tempfile.TemporaryDirectory() as directory:
@@ -141,7 +152,8 @@ def show_real(rows: dict[str, Row], found: Row) -> None:
     print(f"{'cpu s':>8}{'faults':>8}{'grad diff':>11}")
     for name, row in rows.items():
         times = row["step_s"]
-        print(f"{name:22}{statistics.median(times):8.4f}{min(times):8.4f}{max(times):8.4f}", end="")
+        median = statistics.median(times)
+        print(f"{name:22}{median:8.4f}{min(times):8.4f}{max(times):8.4f}", end="")
         print(
             f"{_ratio(row, rows[TORCH_1F1B]):14.3f}{statistics.median(row['cpu_s']):8.3f}", end=""
         )
@@ -159,6 +171,19 @@ def show_virtual(rows: dict[str, Row]) -> None:
             print(f"{1e3 * one['measured_s']:{width}.1f}{1e3 * one['simulated_s']:8.1f}", end="")
             print(f"{one['ratio']:8.3f}", end="")
         print()
+
+
+def show_transport(rows: dict[str, list[float]]) -> None:
+    print(f"\n{'transport':22}{'median':>10}{'least':>10}{'most':>10}")
+    for name, values in rows.items():
+        print(f"{name:22}{statistics.median(values):10.2f}{min(values):10.2f}{max(values):10.2f}")
+
+
+def show_bars(result: Row) -> None:
+    print()
+    for key, bar in BARS.items():
+        missed = "" if result[key] <= bar else "  MISSED"
+        print(f"{key:30}{result[key]:8.3f}   bar {bar}{missed}")
 
 
 def machine() -> Row:
@@ -185,26 +210,27 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     args = parse()
     config, samples, m, steps, rounds = GPTConfig(layers=8), 2, 8, args.steps, args.rounds
-    sleeps = Sleeps(ranks=8, microbatches=16, seconds=0.010, steps=10)
+    sleeps, repeats = Sleeps(ranks=8, microbatches=16, seconds=0.010, steps=10), 5
     if args.quick:
         config, samples, m, steps, rounds = GPTConfig(256, 16, 4, 2, 8), 1, 4, 1, 1
-        sleeps = Sleeps(ranks=2, microbatches=3, seconds=0.002, steps=2)
+        sleeps, repeats = Sleeps(ranks=2, microbatches=3, seconds=0.002, steps=2), 1
     about = machine()
     rows = run(real, args.ranks, Work(config, m, samples, args.ranks), steps, rounds)
     found = compare(rows)
     show_real(rows, found)
     virtual = run(sleeping, sleeps.ranks, sleeps)
     show_virtual(virtual)
+    carried = run(carrying, 2, repeats)
+    show_transport(carried)
     result = {
         "ratio_vs_torch_1f1b": found["ratio_vs_torch_1f1b"],
         "ratio_vs_torch_best": found["ratio_vs_torch_best"],
         "virtual_over_simulated": worst(virtual, with_bytes=False),
         "virtual_1mib_over_simulated": worst(virtual, with_bytes=True),
     }
-    print()
-    for key, bar in BARS.items():
-        print(f"{key:30}{result[key]:8.3f}   bar {bar}{'' if result[key] <= bar else '  MISSED'}")
-    result |= {"real": {**found, "rows": rows}, "virtual": virtual, "machine": about}
+    show_bars(result)
+    result |= {"real": {**found, "rows": rows}, "virtual": virtual, "transport": carried}
+    result["machine"] = about
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(result, indent=2) + "\n")

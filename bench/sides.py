@@ -99,7 +99,7 @@ def torch_side(name: str, work: Work, model: GPT, rank: int) -> Side:
     """Slices of `model` under a schedule of torch.distributed.pipelining.
 
     Each microbatch's loss is divided by m in the loss, as zbpipe does, and not all gradients after
-    the step: the cheaper of torch's two ways. No outputs are gathered, which zbpipe does not either.
+    the step: the cheaper of torch's two ways. No outputs are gathered; zbpipe gathers none either.
     """
     kind, chunks, v_shaped = TORCH[name]
     count = work.ranks * chunks
