@@ -57,7 +57,7 @@ class Deferred:
         """Accumulate the record now (`fused`) or keep it for `run`."""
         if self.touched is not None:
             self.touched.update(record.parameters)
-        if self.fused or any(p in self.eager for p in record.parameters):
+        if self.fused or (self.eager and any(p in self.eager for p in record.parameters)):
             record.accumulate(record.X, record.dY)
         else:
             self._records.append(record)
@@ -178,8 +178,11 @@ def _embedding_backward(dY: Tensor, indices: Tensor, rows: int, padding_idx: int
 def _autocast_off(device: str) -> Any:
     """A context without autocast: I and W compute in F's dtypes, wherever they are called from."""
     if autocast_dtype(device) is None:
-        return nullcontext()
+        return _AS_IT_IS
     return torch.autocast(device, enabled=False)
+
+
+_AS_IT_IS = nullcontext()
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
@@ -216,10 +219,7 @@ def _due(ctx: Any, first: int, last: int) -> list[bool] | None:
 
 
 class _Linear(torch.autograd.Function):
-    """y (rows, out) = x Wᵀ + b, W (out, in), or x W + b, W (in, out), `transposed`; x (..., in).
-
-    y is two-dimensional since autograd refuses in-place operations on a view made in a Function.
-    """
+    """y (..., out) = x Wᵀ + b, W (out, in), or x W + b, W (in, out), `transposed`; x (..., in)."""
 
     @staticmethod
     def forward(
@@ -236,44 +236,45 @@ class _Linear(torch.autograd.Function):
         # Unpacked tensors may be copies (saved_tensors_hooks); .grad belongs to these two.
         ctx.weight, ctx.bias = weight, bias
         ctx.shape = x.shape
-        needs_x, needs_weight, *_ = ctx.needs_input_grad
-        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+        needed = ctx.needs_input_grad
+        ctx.save_for_backward(x if needed[1] else None, weight if needed[0] else None)
         w, b = _cast(weight, dtype), None if bias is None else _cast(bias, dtype)
         if not transposed:
-            return F.linear(_rows(x), w, b)
-        return _rows(x).mm(w) if b is None else torch.addmm(b, _rows(x), w)
+            y = F.linear(x, w, b)
+        else:
+            y = _rows(x).mm(w) if b is None else torch.addmm(b, _rows(x), w)
+            y = y.view(*x.shape[:-1], y.shape[1])
+        # Autograd refuses in-place operations on a view that a Function returns. `data` is none;
+        # a view made outside would be one more node to run in every backward.
+        return y.data
 
     @staticmethod
     def backward(ctx: Any, dY: Tensor | None) -> tuple[Tensor | None, ...]:
         if dY is None:
             return (None,) * 6
-        X, weight = ctx.saved_tensors
         with _autocast_off(dY.device.type):
-            dX = None
-            if weight is not None:
-                w = _cast(weight, ctx.dtype)
-                dX = dY.mm(w.t() if ctx.transposed else w).view(ctx.shape)
-            due = _due(ctx, 1, 2 if ctx.bias is None else 3)
-            if due is None:
-                return dX, *_linear_by_autograd(ctx, X, dY), None, None, None
-            if any(due):
-                _record_linear(ctx, due, X, dY)
-        return dX, None, None, None, None, None
+            return _linear_backward(ctx, _rows(dY))
 
 
-def _record_linear(ctx: Any, due: list[bool], X: Tensor | None, dY: Tensor) -> None:
+def _linear_backward(ctx: Any, dY: Tensor) -> tuple[Tensor | None, ...]:
+    """Of `_Linear`: dX now, the weights' part into the entry; dY (rows, out)."""
+    X, weight = ctx.saved_tensors
+    dX = None
+    if weight is not None:
+        w = _cast(weight, ctx.dtype)
+        dX = dY.mm(w.t() if ctx.transposed else w).view(ctx.shape)
+    due = _due(ctx, 1, 2 if ctx.bias is None else 3)
+    if due is None:
+        return dX, *_linear_by_autograd(ctx, X, dY), None, None, None
     weight = ctx.weight if due[0] else None
     bias = ctx.bias if due[-1] and len(due) == 2 else None
-    # Detached, or the entry would hold the graph that holds the entry. A bias alone needs no X.
-    X = dY if X is None or weight is None else X.detach()
-    ctx.entry.add(
-        Record(
-            partial(_linear_weights, weight, bias, ctx.transposed),
-            tuple(p for p in (weight, bias) if p is not None),
-            X,
-            dY,
-        )
-    )
+    parameters = tuple([p for p in (weight, bias) if p is not None])
+    if parameters:
+        # Detached, or the entry would hold the graph that holds the entry. A bias alone needs no X.
+        X = dY if X is None or weight is None else X.detach()
+        rule = partial(_linear_weights, weight, bias, ctx.transposed)
+        ctx.entry.add(Record(rule, parameters, X, dY))
+    return dX, None, None, None, None, None
 
 
 def _linear_by_autograd(ctx: Any, X: Tensor | None, dY: Tensor) -> tuple[Tensor | None, ...]:
@@ -320,7 +321,7 @@ def _linear(module: Any, x: Tensor, entry: Deferred, transposed: bool) -> Tensor
     y: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
         _cast(x, dtype), module.weight, module.bias, entry, transposed, dtype
     )
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
+    return y
 
 
 def _embedding(module: Any, x: Tensor, entry: Deferred) -> Tensor:
@@ -366,14 +367,15 @@ class SplitForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
-        plain = partial(type(module).forward, module)
         if kwargs or len(args) != 1:
+            plain = partial(type(module).forward, module)
             args = inspect.signature(plain).bind(*args, **kwargs).args
         (x,) = args
-        due = any(p is not None and p.requires_grad for p in module._parameters.values())
-        if not due or not torch.is_grad_enabled() or not _is_ordinary(x):
-            return plain(x)
-        return self.rule(module, x, self.entry)
+        if torch.is_grad_enabled() and _is_ordinary(x):
+            for parameter in module._parameters.values():
+                if parameter is not None and parameter.requires_grad:
+                    return self.rule(module, x, self.entry)
+        return type(module).forward(module, x)
 
 
 def _is_ordinary(x: Any) -> bool:

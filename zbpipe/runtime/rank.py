@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from ..program import Program
 from ..schedule.core import Action
 from .boundary import Inputs, enter, pack, split_tree, unpack
-from .memory import Meter
+from .memory import Meter, keep_freed_memory
 from .stage import Stage
 
 LossFn = Callable[[Any, Any], torch.Tensor]
@@ -68,6 +68,9 @@ class Rank:
     losses: dict[int, Loss] = field(default_factory=dict)
     sent_bytes: dict[int, int] = field(default_factory=dict)  # by the boundary's lower stage
     meter: Meter | None = None
+
+    def __post_init__(self) -> None:
+        keep_freed_memory()
 
     def begin(self, program: Program, run: Run) -> None:
         """Make ready for one run of `program`."""

@@ -1,0 +1,241 @@
+"""Is zbpipe's step faster than torch.distributed.pipelining's, and how near is it to its plan?
+
+real: a GPT on spawned CPU ranks, one thread each, the same stages under every schedule of both
+runtimes. A block is a number of steps without a barrier, from the ranks' common start to the last
+one's end. Each round runs a block of every side, in an order that rotates from round to round;
+ratios are medians over the rounds of ratios within a round.
+
+virtual: sleeps of F = I = W through the executor and shared memory, measured ÷ simulated.
+
+transport: the figures of bench/transport.py, which see.
+
+Both runtimes share their processes, so torch's side too gains by what zbpipe does to them: malloc
+that keeps freed memory (zbpipe/runtime/memory.py).
+
+    python bench/runtime_vs_torch.py --json vs_torch.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transport
+from sides import (
+    TORCH,
+    TORCH_1F1B,
+    ZBPIPE,
+    Side,
+    Work,
+    largest_difference,
+    torch_side,
+    unsplit,
+    zbpipe_side,
+)
+from virtual_device import Sleeps, measure, worst
+
+from zbpipe.demo.gpt import GPT, GPTConfig
+from zbpipe.runtime.world import spawn
+
+BARS = {
+    "ratio_vs_torch_1f1b": 0.92,
+    "ratio_vs_torch_best": 1.02,
+    "virtual_over_simulated": 1.04,
+    "virtual_1mib_over_simulated": 1.06,
+}
+WARM_UP = 2  # steps of each side before the first round: shapes, slots, allocators
+
+Row = dict[str, Any]
+
+
+def real(rank: int, work: Work, steps: int, rounds: int, out: str) -> None:
+    """One rank of the comparison; rank 0 writes what all measured to `out`."""
+    ours, theirs = GPT(work.config), GPT(work.config)
+    sides = {n: zbpipe_side(schedule, work, ours) for n, schedule in ZBPIPE.items()}
+    sides |= {n: torch_side(n, work, theirs, rank) for n in TORCH}
+    expected = unsplit(work)
+    names = list(sides)
+    rows: dict[str, Row] = {name: {"step_s": [], "cpu_s": [], "faults": []} for name in names}
+    for name, side in sides.items():
+        for _ in range(WARM_UP):
+            side.step()
+        difference = largest_difference(side.grads(), expected)
+        rows[name]["grad_max_diff"] = max(_everyone(difference))
+    for index in range(rounds):
+        first = index * len(names) // rounds
+        for name in names[first:] + names[:first]:
+            for key, value in _block(sides[name], steps).items():
+                rows[name][key].append(value)
+    for side in sides.values():
+        side.close()
+    if rank == 0:
+        Path(out).write_text(json.dumps(rows))
+
+
+def _block(side: Side, steps: int) -> Row:
+    """Per step: seconds from the common start to the last end; CPU seconds and faults of a rank."""
+    dist.barrier()
+    start, used = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF)
+    for _ in range(steps):
+        side.step()
+    end, after = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF)
+    cpu = after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime
+    faults = after.ru_minflt - used.ru_minflt
+    starts, ends, cpus, all_faults = zip(*_everyone((start, end, cpu, faults)), strict=True)
+    return {
+        "step_s": (max(ends) - min(starts)) / steps,
+        "cpu_s": sum(cpus) / steps,
+        "faults": sum(all_faults) / steps,
+    }
+
+
+def _everyone(value: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def sleeping(rank: int, sleeps: Sleeps, out: str) -> None:
+    """One rank of the virtual device; rank 0 writes what all measured to `out`."""
+    found = measure(rank, sleeps)
+    if rank == 0:
+        Path(out).write_text(json.dumps(found))
+
+
+def carrying(rank: int, repeats: int, out: str) -> None:
+    """One rank of the transport's figures; rank 0 writes what all measured to `out`."""
+    transport.measure(rank, out, repeats)
+
+
+def run(fn: Callable[..., None], ranks: int, *args: Any) -> Any:
+    """`fn(rank, *args, out)` in spawned processes; what rank 0 wrote to `out`."""
+    with tempfile.TemporaryDirectory() as directory:
+        out = Path(directory) / "rows.json"
+        context = spawn(fn, ranks, (*args, str(out)))
+        while not context.join():
+            pass
+        return json.loads(out.read_text())
+
+
+def compare(rows: dict[str, Row]) -> Row:
+    """The two ratios: the fastest by its median, then the median of the rounds' own ratios."""
+    medians = {name: statistics.median(row["step_s"]) for name, row in rows.items()}
+    best = min(ZBPIPE, key=medians.__getitem__)
+    best_torch = min(TORCH, key=medians.__getitem__)
+    return {
+        "ratio_vs_torch_1f1b": _ratio(rows[best], rows[TORCH_1F1B]),
+        "ratio_vs_torch_best": _ratio(rows[best], rows[best_torch]),
+        "best": best,
+        "torch_best": best_torch,
+    }
+
+
+def _ratio(ours: Row, theirs: Row) -> float:
+    pairs = zip(ours["step_s"], theirs["step_s"], strict=True)
+    return statistics.median(a / b for a, b in pairs)
+
+
+def show_real(rows: dict[str, Row], found: Row) -> None:
+    print(f"{'':22}{'s/step':>8}{'least':>8}{'most':>8}{'÷ torch 1f1b':>14}", end="")
+    print(f"{'cpu s':>8}{'faults':>8}{'grad diff':>11}")
+    for name, row in rows.items():
+        times = row["step_s"]
+        median = statistics.median(times)
+        print(f"{name:22}{median:8.4f}{min(times):8.4f}{max(times):8.4f}", end="")
+        print(
+            f"{_ratio(row, rows[TORCH_1F1B]):14.3f}{statistics.median(row['cpu_s']):8.3f}", end=""
+        )
+        print(f"{statistics.median(row['faults']):8.0f}{row['grad_max_diff']:11.1e}")
+    print(f"best: {found['best']} against {found['torch_best']}")
+
+
+def show_virtual(rows: dict[str, Row]) -> None:
+    print(f"\n{'virtual device':22}{'sync ms':>9}{'ideal':>8}{'ratio':>8}", end="")
+    print(f"{'stage ms':>10}{'ideal':>8}{'ratio':>8}")
+    for name, row in rows.items():
+        print(f"{name:22}", end="")
+        for width, objective in ((9, "sync"), (10, "stage")):
+            one = row[objective]
+            print(f"{1e3 * one['measured_s']:{width}.1f}{1e3 * one['simulated_s']:8.1f}", end="")
+            print(f"{one['ratio']:8.3f}", end="")
+        print()
+
+
+def show_transport(rows: dict[str, list[float]]) -> None:
+    print(f"\n{'transport':22}{'median':>10}{'least':>10}{'most':>10}")
+    for name, values in rows.items():
+        print(f"{name:22}{statistics.median(values):10.2f}{min(values):10.2f}{max(values):10.2f}")
+
+
+def show_bars(result: Row) -> None:
+    print()
+    for key, bar in BARS.items():
+        missed = "" if result[key] <= bar else "  MISSED"
+        print(f"{key:30}{result[key]:8.3f}   bar {bar}{missed}")
+
+
+def machine() -> Row:
+    """What the numbers were measured on, and how busy it was when they began."""
+    return {
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2, help="of the real part")
+    parser.add_argument("--steps", type=int, default=10, help="of a block, without a barrier")
+    parser.add_argument("--rounds", type=int, default=3, help="blocks of each side")
+    parser.add_argument("--json", type=Path, help="write all numbers here")
+    parser.add_argument("--quick", action="store_true", help="a tiny run; its numbers mean nothing")
+    return parser.parse_args(argv)
+
+
+def main() -> int:
+    args = parse()
+    config, samples, m, steps, rounds = GPTConfig(layers=8), 2, 8, args.steps, args.rounds
+    sleeps, repeats = Sleeps(ranks=8, microbatches=16, seconds=0.010, steps=10), 5
+    if args.quick:
+        config, samples, m, steps, rounds = GPTConfig(256, 16, 4, 2, 8), 1, 4, 1, 1
+        sleeps, repeats = Sleeps(ranks=2, microbatches=3, seconds=0.002, steps=2), 1
+    about = machine()
+    rows = run(real, args.ranks, Work(config, m, samples, args.ranks), steps, rounds)
+    found = compare(rows)
+    show_real(rows, found)
+    virtual = run(sleeping, sleeps.ranks, sleeps)
+    show_virtual(virtual)
+    carried = run(carrying, 2, repeats)
+    show_transport(carried)
+    result = {
+        "ratio_vs_torch_1f1b": found["ratio_vs_torch_1f1b"],
+        "ratio_vs_torch_best": found["ratio_vs_torch_best"],
+        "virtual_over_simulated": worst(virtual, with_bytes=False),
+        "virtual_1mib_over_simulated": worst(virtual, with_bytes=True),
+    }
+    show_bars(result)
+    result |= {"real": {**found, "rows": rows}, "virtual": virtual, "transport": carried}
+    result["machine"] = about
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
