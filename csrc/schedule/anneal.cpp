@@ -18,7 +18,12 @@ constexpr int kStale = 40;
 class Annealer {
  public:
   Annealer(const Problem& problem, const Order& order, const Annealing& how)
-      : problem_(problem), how_(how), replay_(problem), now_(order), best_(order), random_(how.seed) {
+      : problem_(problem),
+        how_(how),
+        replay_(problem),
+        now_(order),
+        best_(order),
+        random_(how.seed) {
     energy_ = measure();
     best_cost_ = cost_;
     best_energy_ = energy_;

@@ -10,8 +10,8 @@ namespace zb::schedule {
 struct Policy {
   std::vector<double> forward_key, backward_key;  ///< offset of each stage
   double interval = 0;
-  double patience = 0;  ///< seconds to wait for an action of smaller key that is on its way
-  double gap = 0;       ///< W fills a gap that is at least this share of it
+  double patience = 0;       ///< seconds to wait for an action of smaller key that is on its way
+  double gap = 0;            ///< W fills a gap that is at least this share of it
   std::vector<int> flight;   ///< of each stage: F that may be ahead of I
   std::vector<int> backlog;  ///< of each rank: W that may be due before F must wait for one
 };

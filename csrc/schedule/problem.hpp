@@ -1,4 +1,5 @@
-/// What a scheduler is given and what it makes: costs on flat arrays, and each rank's order of work.
+/// What a scheduler is given and what it makes: costs on flat arrays, and each rank's order of
+/// work.
 #pragma once
 
 #include <cstdint>

@@ -103,7 +103,8 @@ bool order_fits(const Problem& problem, const Held& held) {
 }
 
 std::shared_ptr<Held> anneal_order(const Problem& problem, const Held& held, bool sync,
-                                   int64_t moves, uint64_t seed, double heat, double seconds, double share) {
+                                   int64_t moves, uint64_t seed, double heat, double seconds,
+                                   double share) {
   const Annealing how{sync, moves, seed, heat, share, seconds};
   py::gil_scoped_release release;
   return std::make_shared<Held>(Held{anneal(problem, held.order, how)});
@@ -119,15 +120,17 @@ void bind(py::module_& m) {
            py::arg("act"), py::arg("stash"), py::arg("limit"));
   py::class_<Held, std::shared_ptr<Held>>(s, "Order")
       .def(py::init(&make_order), py::arg("problem"), py::arg("rows"))
-      .def_property_readonly("rows", [](const Held& held) { return held.order; },
-                             "Per rank the actions as stage * 3 + (F 0, I 1, W 2).");
+      .def_property_readonly(
+          "rows", [](const Held& held) { return held.order; },
+          "Per rank the actions as stage * 3 + (F 0, I 1, W 2).");
   s.def("list", &list_order, py::arg("problem"), py::kw_only(), py::arg("forward_key"),
         py::arg("backward_key"), py::arg("interval"), py::arg("patience"), py::arg("gap"),
         py::arg("flight"), py::arg("backlog"));
   s.def("replay", &replay, py::arg("problem"), py::arg("order"));
   s.def("fits", &order_fits, py::arg("problem"), py::arg("order"));
   s.def("anneal", &anneal_order, py::arg("problem"), py::arg("order"), py::kw_only(),
-        py::arg("sync"), py::arg("moves"), py::arg("seed"), py::arg("heat"), py::arg("seconds"), py::arg("share")=.05);
+        py::arg("sync"), py::arg("moves"), py::arg("seed"), py::arg("heat"), py::arg("seconds"),
+        py::arg("share") = .05);
 }
 
 }  // namespace zb::schedule
