@@ -1,3 +1,5 @@
+from typing import Any
+
 """What csrc/python.cpp binds."""
 
 from collections.abc import Callable, Sequence
@@ -65,3 +67,5 @@ def run(
     jobs: Sequence[tuple[Executor, Program, Callable[[int], bool] | None]],
     grace_ns: int,
 ) -> bool: ...
+
+schedule: Any  # csrc/schedule; zbpipe/schedule/native.py gives it types

@@ -31,19 +31,12 @@ class Lister {
     free_.assign(problem.ranks, 0.0);
     due_.resize(problem.ranks);
     due_from_.assign(problem.ranks, 0);
-    reserve_.assign(stages, 0.0);
     peak_.assign(stages, 0.0);
     for (int s = 0; s < problem.stages(); ++s) {
       peak_[s] = std::max(problem.act[s], problem.stash[s]);
     }
     for (int r = 0; r < problem.ranks; ++r) {
-      const auto& held = problem.stages_of[r];
-      double later = 0;
-      for (auto s = held.rbegin(); s != held.rend(); ++s) {
-        reserve_[*s] = later;
-        later += peak_[*s];
-      }
-      order_[r].reserve(held.size() * m * 3);
+      order_[r].reserve(problem.stages_of[r].size() * m * 3);
     }
   }
 
@@ -66,13 +59,18 @@ class Lister {
   int forwards(int s) const { return count_[s * 3 + kForward]; }
   int backwards(int s) const { return count_[s * 3 + kInputGrad]; }
 
+  /// Whether F of `stage` fits, and leaves room for the later stages of the rank: when the oldest
+  /// unfinished microbatch comes to one, older ones have left it and those after it.
   bool room(int rank, int stage) const {
-    double held = peak_[stage] + reserve_[stage];
+    const double limit = problem_.limit[rank] * (1 + kTolerance);
+    double held = 0;
     for (int s : problem_.stages_of[rank]) {
+      if (s > stage && held + peak_[s] > limit) return false;
       held += (forwards(s) - backwards(s)) * peak_[s] +
               (backwards(s) - count_[s * 3 + kWeightGrad]) * problem_.stash[s];
+      if (s == stage) held += peak_[s];
     }
-    return held <= problem_.limit[rank] * (1 + kTolerance);
+    return held <= limit;
   }
 
   bool has_due(int rank) const { return due_from_[rank] < due_[rank].size(); }
@@ -151,7 +149,7 @@ class Lister {
   std::vector<double> free_;
   std::vector<std::vector<int>> due_;  ///< of each rank: W in the order of their I
   std::vector<size_t> due_from_;
-  std::vector<double> reserve_, peak_;
+  std::vector<double> peak_;  ///< bytes from F on, at the most
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
 };
 

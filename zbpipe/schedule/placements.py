@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from ..costs import Costs
 from ..errors import ConfigError
@@ -45,7 +46,7 @@ def chunked(costs: Costs, placed: Sequence[int]) -> Costs:
         # A message passes every boundary between its ranks; around the ring it takes the slowest.
         return tuple(
             whole[min(a, b)] if abs(a - b) == 1 else (0.0 if a == b else max(whole))
-            for a, b in zip(placed, placed[1:], strict=False)
+            for a, b in pairwise(placed)
         )
 
     return replace(

@@ -43,6 +43,7 @@ class Rule:
     gap: float = 0.0
     due: int = 1000
     slope: int = 0
+    bumps: tuple[tuple[int, int, float, float], ...] = ()
 
     def policy(self, problem: Problem) -> dict[str, Any]:
         """Arguments of `Problem.list`."""
@@ -70,6 +71,10 @@ class Rule:
         for s in range(last - 1, -1, -1):
             own = costs.input_grad[s + 1]
             backward[s] = backward[s + 1] + step(self.up, self.across[1], s, s, own)
+        for first, past, down, up in self.bumps:
+            for s in range(first, min(past, last + 1)):
+                forward[s] += down * unit
+                backward[s] += up * unit
         return {
             "forward_key": forward,
             "backward_key": backward,
@@ -107,12 +112,19 @@ def draw(random_: random.Random, passes: int) -> Rule:
     )
 
 
-def vary(random_: random.Random, rule: Rule) -> Rule:
+def vary(random_: random.Random, rule: Rule, stages: int) -> Rule:
     """A rule near `rule`: one or two of its numbers drawn anew or shifted."""
+    if random_.random() < 0.6:
+        first = random_.randrange(stages)
+        past = first + random_.choice((1, 1, 2, 4, stages))
+        size = random_.choice((0.2, 1.0, 3.0))
+        way = random_.choice(((1.0, 0.0), (0.0, 1.0), (1.0, 1.0)))
+        down, up = (factor * random_.gauss(0, size) for factor in way)
+        return replace(rule, bumps=(*rule.bumps, (first, past, down, up)))
     other = draw(random_, len(rule.down))
     while other.grid != rule.grid:
         other = draw(random_, len(rule.down))
-    names = [field.name for field in fields(Rule) if field.name != "grid"]
+    names = [field.name for field in fields(Rule) if field.name not in ("grid", "bumps")]
     changes: dict[str, Any] = {}
     for name in random_.sample(names, random_.choice((1, 1, 2))):
         old, new = getattr(rule, name), getattr(other, name)

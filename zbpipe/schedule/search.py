@@ -26,8 +26,8 @@ TIME_LIMIT = 5.0  # seconds
 
 # How much work a second of `time_limit` stands for. The effort is a count, so that the clock of a
 # busy machine does not change the result; measured on two shared cores, with half to spare.
-_LISTED = 2.0e6  # actions listed a second
-_MOVED = 5.0e7  # actions × moves annealed a second
+_LISTED = 5.0e6
+_MOVED = 1.5e8
 _LIST_SHARE = 0.4
 _POOL = 24
 _ANNEALED = 4
@@ -197,7 +197,7 @@ class _Hunt:
             if not parents or tried < count // 4 or random_.random() < 0.2:
                 yield draw(random_, passes)
             else:
-                yield vary(random_, parents[min(int(random_.expovariate(0.7)), len(parents) - 1)])
+                yield vary(random_, parents[min(int(random_.expovariate(0.7)), len(parents) - 1)], len(self._problem.placement))
 
     def anneal(self, moves: float) -> None:
         """Anneal the best few orders with `moves` moves in all, at falling and rising heat."""
