@@ -1,8 +1,7 @@
-from typing import Any
-
 """What csrc/python.cpp binds."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 class Board:
     @staticmethod

@@ -8,6 +8,7 @@ ends early where the cost meets the proven bound. Both loops are native (csrc/sc
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,15 +23,19 @@ from .limits import require_least
 from .native import Problem, Replayed
 from .rules import Rule, draw, vary
 
-TIME_LIMIT = 5.0  # seconds
+# Seconds: of any search, and of zb1p and zb2p, whose answers are nearer at hand.
+TIME_LIMIT, SHORT_LIMIT = 5.0, 2.0
 
 # How much work a second of `time_limit` stands for. The effort is a count, so that the clock of a
 # busy machine does not change the result; measured on two shared cores, with half to spare.
-_LISTED = 5.0e6
-_MOVED = 1.5e8
+_LISTED = 8.0e6  # actions listed a second
+_MOVED = 2.0e8  # actions × moves annealed a second
 _LIST_SHARE = 0.4
 _POOL = 24
-_ANNEALED = 4
+# Orders that are annealed for the first time in a round, beside the best.
+_FRESH = 3
+# Each round lists, then anneals, with so many shares of the effort: what is easy ends early.
+_ROUNDS = (1, 3, 6, 10, 10)
 # Share of the mean span in what is compared: leads over plateaus of the largest span.
 _MEAN = 0.05
 _MET = 1e-9
@@ -105,8 +110,10 @@ def find(
     for schedule in starts:
         if schedule.placement == problem.placement:
             hunt.offer(problem.order(schedule), None)
-    hunt.list(int(time_limit / 2 * _LIST_SHARE * _LISTED / problem.actions))
-    hunt.anneal(time_limit / 2 * (1 - _LIST_SHARE) * _MOVED / problem.actions)
+    effort = time_limit / 2 / sum(_ROUNDS)
+    for share in _ROUNDS:
+        hunt.list(int(effort * share * _LIST_SHARE * _LISTED / problem.actions))
+        hunt.anneal(effort * share * (1 - _LIST_SHARE) * _MOVED / problem.actions)
     best = hunt.best()
     cost = best.cost(objective)
     return Found(
@@ -119,7 +126,7 @@ def find(
     )
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(order=True)
 class _Entry:
     """An order in the pool; sorted by energy, then by age."""
 
@@ -128,6 +135,7 @@ class _Entry:
     order: Any = field(compare=False)
     rule: Rule | None = field(compare=False)
     replayed: Replayed = field(compare=False)
+    annealed: bool = field(compare=False, default=False)
 
     def cost(self, objective: str) -> float:
         return self.replayed.stage if objective == "stage" else self.replayed.sync
@@ -141,6 +149,9 @@ class _Hunt:
     ) -> None:
         self._problem, self._objective = problem, objective
         self._bound, self._seed, self._deadline = bound, seed, deadline
+        self._random = random.Random(seed)
+        self._passes = -(-len(problem.placement) // problem.ranks)
+        self._tried = self._annealings = 0
         self._pool: list[_Entry] = []
         self._age = 0
 
@@ -157,7 +168,7 @@ class _Hunt:
             raise MemoryBudgetError("no order was found that fits the budget")
         return min(self._pool, key=lambda entry: (entry.cost(self._objective), entry))
 
-    def offer(self, order: Any, rule: Rule | None) -> None:
+    def offer(self, order: Any, rule: Rule | None, annealed: bool = False) -> None:
         """Take `order` into the pool if it runs, fits, is new and good enough."""
         self._age += 1
         if order is None or (rule is None and not self._problem.fits(order)):
@@ -166,78 +177,89 @@ class _Hunt:
         if replayed is None:
             return
         cost = replayed.stage if self._objective == "stage" else replayed.sync
-        entry = _Entry(cost + _MEAN * replayed.mean, self._age, order, rule, replayed)
+        entry = _Entry(cost + _MEAN * replayed.mean, self._age, order, rule, replayed, annealed)
         if any(abs(entry.energy - other.energy) <= 1e-12 * entry.energy for other in self._pool):
             return
         self._pool = sorted([*self._pool, entry])[:_POOL]
 
     def list(self, count: int) -> None:
-        """Try at least the plain rules, and `count` in all."""
-        random_ = random.Random(self._seed)
-        passes = -(-len(self._problem.placement) // self._problem.ranks)
-        for tried, rule in enumerate(self._rules(random_, passes, count)):
-            self.offer(self._problem.list(**rule.policy(self._problem)), rule)
-            if self.met or (tried >= len(PLAIN) and time.perf_counter() > self._deadline):
+        """Try `count` rules more; the first call tries all plain ones at least."""
+        fresh = self._tried == 0
+        rules = itertools.chain(_plain(self._passes) if fresh else (), self._rules(count))
+        for rule in rules:
+            if self.met or (self._tried > len(PLAIN) and time.perf_counter() > self._deadline):
                 return
+            self._tried += 1
+            self.offer(self._problem.list(**rule.policy(self._problem)), rule)
 
-    def _rules(self, random_: random.Random, passes: int, count: int) -> Iterator[Rule]:
-        for growth_down, growth_up, turn, pace, patience, gap, due, slope in PLAIN:
-            yield Rule(
-                (growth_down,) * passes,
-                (growth_up,) * passes,
-                turn=turn,
-                pace=pace,
-                patience=patience,
-                gap=gap,
-                due=due,
-                slope=slope,
-            )
-        for tried in range(len(PLAIN), count):
+    def _rules(self, count: int) -> Iterator[Rule]:
+        """`count` rules, drawn where nothing is known yet, else most of them varied."""
+        random_, stages = self._random, len(self._problem.placement)
+        for number in range(count):
             parents = [entry.rule for entry in self._pool if entry.rule is not None]
-            if not parents or tried < count // 4 or random_.random() < 0.2:
-                yield draw(random_, passes)
+            if not parents or number < count // 4 or random_.random() < 0.2:
+                yield draw(random_, self._passes)
             else:
-                yield vary(random_, parents[min(int(random_.expovariate(0.7)), len(parents) - 1)], len(self._problem.placement))
+                parent = parents[min(int(random_.expovariate(0.7)), len(parents) - 1)]
+                yield vary(random_, parent, stages)
 
     def anneal(self, moves: float) -> None:
-        """Anneal the best few orders with `moves` moves in all, at falling and rising heat."""
+        """Anneal the best order with half of `moves`, and the best that were not yet."""
         if self.met or not self._pool:
             return
-        heat = max(self._problem.costs.weight_grad) or max(self._problem.costs.forward)
-        starts = [self.best(), *(e for e in self._pool if e is not self.best())][:_ANNEALED]
-        each = int(moves / len(starts))
-        for number, entry in enumerate(starts):
+        times = self._problem.costs
+        heat = max(times.weight_grad) or max(times.forward)
+        best = self.best()
+        fresh = [e for e in self._pool if e is not best and not e.annealed][:_FRESH]
+        for entry in (*fresh, best):
             left = self._deadline - time.perf_counter()
-            if self.met or left <= 0 or each < 1:
+            share = moves / 2 / len(fresh) if entry is not best and fresh else moves / 2
+            if self.met or left <= 0 or share < 1:
                 return
-            self.offer(
-                self._problem.anneal(
-                    entry.order,
-                    sync=self._objective == "sync",
-                    moves=each,
-                    seed=self._seed + number,
-                    heat=heat * _HEATS[number % len(_HEATS)],
-                    seconds=left,
-                ),
-                entry.rule,
+            if entry is best:
+                entry = self.best()
+            self._annealings += 1
+            order = self._problem.anneal(
+                entry.order,
+                sync=self._objective == "sync",
+                moves=int(share),
+                seed=self._seed + self._annealings,
+                heat=heat * _HEATS[self._annealings % len(_HEATS)],
+                share=_MEAN,
+                seconds=left,
             )
+            entry.annealed = True
+            self.offer(order, entry.rule, annealed=True)
+
+
+def _plain(passes: int) -> Iterator[Rule]:
+    for down, up, turn, pace, patience, gap, slope in PLAIN:
+        yield Rule(
+            (down,) * passes,
+            (up,) * passes,
+            turn=turn,
+            pace=pace,
+            patience=patience,
+            gap=gap,
+            slope=slope,
+        )
 
 
 # Heat of the annealed starts, in times of W.
-_HEATS = (0.05, 0.2, 2.0, 0.5)
+_HEATS = (0.05, 0.5, 0.2, 2.0)
 
-# down, up, turn, pace, patience, gap, due, slope: the rules that were best on the 12 rows of
+# down, up, turn, pace, patience, gap, slope: the rules that were best on the 12 rows of
 # arXiv 2401.10241, table 9, under 1p, 1.5p and 2p.
 PLAIN = (
-    (3.0, 2.0, 1.0, 1.0, 0.5, 0.95, 1000, 2),
-    (1.0, 2.0, 0.0, 1.0, 0.3, 0.92, 1000, 1),
-    (2.85, 1.0, -1.0, 1.0, 0.1, 0.7, 1000, 0),
-    (0.5, 1.5, -1.0, 1.2, 0.03, 0.0, 1000, 1),
-    (3.0, 2.97, -8.86, 0.87, 0.07, 0.126, 1000, 1),
-    (1.47, 2.27, 0.0, 0.6, 0.5, 0.137, 1000, 1),
-    (3.0, 1.07, 0.76, 0.75, 0.165, 0.0, 1000, 0),
-    (2.0, 3.4, 1.46, 1.0, 1.0, 0.0, 1000, 2),
-    (0.58, 3.8, 0.52, 0.8, 0.48, 0.3, 1000, 0),
-    (1.15, 1.5, 0.93, 0.6, 0.11, 0.35, 1000, 1),
-    (0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1000, 0),
+    (3.0, 2.0, 1.0, 1.0, 0.5, 0.95, 2),
+    (1.0, 2.0, 0.0, 1.0, 0.3, 0.92, 1),
+    (2.85, 1.0, -1.0, 1.0, 0.1, 0.7, 0),
+    (0.5, 1.5, -1.0, 1.2, 0.03, 0.0, 1),
+    (3.0, 2.97, -8.86, 0.87, 0.07, 0.126, 1),
+    (1.47, 2.27, 0.0, 0.6, 0.5, 0.137, 1),
+    (3.0, 1.07, 0.76, 0.75, 0.165, 0.0, 0),
+    (2.0, 3.4, 1.46, 1.0, 1.0, 0.0, 2),
+    (0.58, 3.8, 0.52, 0.8, 0.48, 0.3, 0),
+    (1.15, 1.5, 0.93, 0.6, 0.11, 0.35, 1),
+    (0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0),
 )
