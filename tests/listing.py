@@ -1,4 +1,4 @@
-"""csrc/schedule's rules once more in plain Python, to hold the native ones to, and cases for both."""
+"""Plain Python to hold the schedulers to: the lister's rules, every order there is, and cases."""
 
 import heapq
 import math
@@ -6,8 +6,12 @@ import math
 from hypothesis import strategies as st
 
 from zbpipe.costs import Costs
+from zbpipe.errors import MemoryBudgetError, ScheduleError
+from zbpipe.schedule import Action, Schedule
+from zbpipe.schedule.check import check
 from zbpipe.schedule.limits import least_budget
 from zbpipe.schedule.placements import placement
+from zbpipe.schedule.simulate import simulate
 
 TIMES = st.integers(0, 12).map(lambda n: n / 4)
 BYTES = st.integers(1, 8).map(lambda n: n / 2)
@@ -125,3 +129,47 @@ def problems(draw, most_ranks=4, most_microbatches=7):
         )
     )
     return costs, placed, draw(st.integers(1, most_microbatches)), budget
+
+
+def best_of_all(costs, placed, m, budget, objective):
+    """The least cost over every order of every rank, by trying them all: ascending microbatches."""
+    ranks = range(max(placed) + 1)
+
+    def words(counts):
+        if not any(sum(c) for c in counts.values()):
+            yield ()
+            return
+        for s, (f, i, w) in counts.items():
+            for at, left in enumerate((f, i, w)):
+                after = [f, i, w]
+                after[at] -= 1
+                if left and after[0] <= after[1] <= after[2]:
+                    for rest in words(counts | {s: tuple(after)}):
+                        yield ("FIW"[at], s), *rest
+
+    def rows(rank):
+        mine = [s for s, owner in enumerate(placed) if owner == rank]
+        for word in words(dict.fromkeys(mine, (m, m, m))):
+            seen, row = {}, []
+            for kind, s in word:
+                i = seen[kind, s] = seen.get((kind, s), -1) + 1
+                row.append((s, kind, i))
+            yield tuple(row)
+
+    def orders(rank):
+        if rank == len(ranks):
+            yield ()
+            return
+        for row in rows(rank):
+            for rest in orders(rank + 1):
+                yield row, *rest
+
+    best = math.inf
+    for order in orders(0):
+        schedule = Schedule(tuple(tuple(Action(*a) for a in row) for row in order), m, placed)
+        try:
+            check(schedule, costs, budget)
+        except (MemoryBudgetError, ScheduleError):
+            continue
+        best = min(best, simulate(schedule, costs).cost(objective))
+    return best
