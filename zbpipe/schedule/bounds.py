@@ -1,16 +1,17 @@
 """Proven lower bounds on the cost of any schedule with given costs, placement and memory.
 
-Four arguments, none of which asks in what order a rank works (all times are seconds):
+Five arguments, none of which asks in what order a rank works (all times are seconds):
 
 work    a rank computes m · Σ (F + I + W) of its stages
 head    until its first input-grad can be there, a rank runs nothing but F, and no more of them
         than its memory holds; what is left of that time is idle
 tail    between its last F and the input-grad of that microbatch it runs nothing but what it
         holds at that moment; what is left of that time is idle
+held    memory holds only so many microbatches at once, each for its whole way around
 chain   stage j runs all its F and I, and the W that memory forces, between the first microbatch
         that comes down to it and the last gradient that goes back up to the rank
 
-The first and the last are the closed form of arXiv 2401.10241, appendix B, for unequal stages.
+Work and chain are the closed form of arXiv 2401.10241, appendix B, for unequal stages.
 """
 
 from __future__ import annotations
@@ -119,9 +120,28 @@ def _rank(costs: Costs, ways: _Ways, stages: Sequence[int], m: int, limit: float
     idle = head + tail if apart else max(head, tail)
     work = m * sum(costs.work(s) for s in stages)
     left = min(m * sum(costs.weight_grad[s] for s in stages), _left_over(costs, stages, m, limit))
+    held = _held(costs, ways, stages, m, limit)
     windows = {s: m * (costs.forward[s] + costs.input_grad[s]) for s in stages}
-    windows[first] = work - left + idle
-    return _Rank(tuple(stages), work + idle, windows)
+    windows[first] = max(work - left + idle, held)
+    return _Rank(tuple(stages), max(work + idle, held + costs.weight_grad[first]), windows)
+
+
+def _held(costs: Costs, ways: _Ways, stages: Sequence[int], m: int, limit: float) -> float:
+    """Seconds from the rank's first F to its last I, for memory holds so many at a time.
+
+    Of one stage in whole microbatches, one after the other in each place that there is for them;
+    of all its stages as bytes times seconds.
+    """
+    if math.isinf(limit):
+        return 0.0
+    best = area = 0.0
+    for s in stages:
+        stay = ways.around(s, s) + costs.input_grad[s]
+        area += costs.act[s] * stay
+        if costs.act[s] > 0:
+            places = max(1, _floor(limit / costs.act[s]))
+            best = max(best, -(-m // places) * stay)
+    return max(best, m * area / (limit * (1 + _TOLERANCE)) if limit > 0 else 0.0)
 
 
 def _floor(value: float) -> int:

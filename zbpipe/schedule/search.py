@@ -24,18 +24,18 @@ from .native import Problem, Replayed
 from .rules import Rule, draw, vary
 
 # Seconds: of any search, and of zb1p and zb2p, whose answers are nearer at hand.
-TIME_LIMIT, SHORT_LIMIT = 5.0, 2.0
+TIME_LIMIT, SHORT_LIMIT = 10.0, 1.5
 
 # How much work a second of `time_limit` stands for. The effort is a count, so that the clock of a
 # busy machine does not change the result; measured on two shared cores, with half to spare.
 _LISTED = 8.0e6  # actions listed a second
 _MOVED = 2.0e8  # actions × moves annealed a second
-_LIST_SHARE = 0.4
+_LIST_SHARE = 0.2
 _POOL = 24
 # Orders that are annealed for the first time in a round, beside the best.
-_FRESH = 3
+_FRESH = 5
 # Each round lists, then anneals, with so many shares of the effort: what is easy ends early.
-_ROUNDS = (1, 3, 6, 10, 10)
+_ROUNDS = (1, 12)
 # Share of the mean span in what is compared: leads over plateaus of the largest span.
 _MEAN = 0.05
 _MET = 1e-9
@@ -245,8 +245,8 @@ def _plain(passes: int) -> Iterator[Rule]:
         )
 
 
-# Heat of the annealed starts, in times of W.
-_HEATS = (0.05, 0.5, 0.2, 2.0)
+# Heat of one annealing after the other, in times of W.
+_HEATS = (0.05, 0.1, 0.3, 0.02)
 
 # down, up, turn, pace, patience, gap, slope: the rules that were best on the 12 rows of
 # arXiv 2401.10241, table 9, under 1p, 1.5p and 2p.

@@ -42,7 +42,7 @@ def solve(
 
     `costs`: of one whole stage a rank, from which those of chunks are made, or a mapping from
     placement to the costs of its stages. `budget`: bytes, one number or one a rank. `time_limit`:
-    seconds for each placement's search; None is 2 for zb1p and zb2p, else 5.
+    seconds for each placement's search; None is 1.5 for zb1p and zb2p, else 10.
 
     Raises ScheduleError for an unknown name, MemoryBudgetError where nothing fits (saying what
     would), ConfigError on arguments that cannot be right.
