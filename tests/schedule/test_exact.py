@@ -11,10 +11,11 @@ from zbpipe.costs import Costs
 from zbpipe.errors import ConfigError
 from zbpipe.schedule.check import check
 from zbpipe.schedule.exact import improve, tick
+from zbpipe.schedule.ilp import least_cost
 from zbpipe.schedule.search import find
 from zbpipe.schedule.simulate import simulate
 
-SOLVER = find_spec("ortools") is not None
+SOLVER = find_spec("ortools") is not None and find_spec("highspy") is not None
 OBJECTIVES = st.sampled_from(["stage", "sync"])
 
 
@@ -48,8 +49,21 @@ def agrees_with_trying_everything(case, objective):
     assert exact.cost == pytest.approx(best_of_all(costs, placed, m, budget, objective), abs=1e-9)
 
 
+@settings(max_examples=12)
+@given(problems(most_ranks=2, most_microbatches=2), OBJECTIVES)
+def agrees_with_the_plain_ilp(case, objective):
+    costs, placed, m, budget = case
+    found = find(costs, placed, m, budget, objective, time_limit=0.001)
+    exact = improve(found, costs, budget, 30.0, workers=1)
+    assert exact.status == "optimal"
+    least = least_cost(costs, placed, m, budget, objective)
+    assert exact.cost == pytest.approx(least, rel=1e-6, abs=1e-5)
+
+
 def says_what_is_missing():
     found, costs = open_case()
+    with pytest.raises(ConfigError, match=r"needs highspy.*zbpipe\[solver\]"):
+        least_cost(costs, (0, 1, 1, 0), 3, 4.0)
     with pytest.raises(ConfigError, match=r"needs ortools.*zbpipe\[solver\]"):
         improve(found, costs, 4.0, 1.0)
 
@@ -59,8 +73,14 @@ def test_the_exact_search():
     if SOLVER:
         proves_the_optimum()
         agrees_with_trying_everything()
+        agrees_with_the_plain_ilp()
     else:
         says_what_is_missing()
+
+
+def test_the_ilp_refuses_what_is_too_big():
+    with pytest.raises(ConfigError, match="96 actions are too many"):
+        least_cost(Costs.uniform(4), (0, 1, 2, 3), 8)
 
 
 def test_seconds_that_cannot_be_right():

@@ -33,15 +33,15 @@ def least_cost(
     The microbatches need not ascend. Raises ConfigError if highspy is missing, if there are more
     than 60 actions, or if time ran out; MemoryBudgetError where no order fits `budget`.
     """
+    count = 3 * len(placement) * microbatches
+    if count > MOST_ACTIONS:
+        raise ConfigError(f"{count} actions are too many for the plain ILP: want {MOST_ACTIONS}")
     try:
         import highspy
     except ImportError:
         raise ConfigError(
             "the ILP needs highspy, which is not there: pip install 'zbpipe[solver]'"
         ) from None
-    count = 3 * len(placement) * microbatches
-    if count > MOST_ACTIONS:
-        raise ConfigError(f"{count} actions are too many for the plain ILP: want {MOST_ACTIONS}")
     program = _Program(highspy, costs, placement, microbatches)
     program.order_ranks()
     program.pass_messages()

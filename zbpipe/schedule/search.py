@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..costs import Costs
-from ..errors import ConfigError, MemoryBudgetError
+from ..errors import ConfigError, MemoryBudgetError, ScheduleError
+from . import families
 from .bounds import lower_bound
 from .core import Schedule
 from .limits import require_least
@@ -83,7 +84,7 @@ def find(
     budget: float | Sequence[float] | None = None,
     objective: str = "stage",
     *,
-    starts: Iterable[Schedule] = (),
+    starts: Iterable[Schedule] | None = None,
     seed: int = 0,
     time_limit: float = TIME_LIMIT,
     name: str = "search",
@@ -92,9 +93,10 @@ def find(
 
     `budget`: one number, or one a rank, of act, stash and transients; None is no limit.
     `objective`: "stage" (largest span of a rank) or "sync" (global span). `starts`: schedules it
-    shall be no worse than, where they fit. The result depends on `seed` and `time_limit` (seconds)
-    alone: the effort is a count of work that takes about half of `time_limit`, and the clock
-    stops the search only on a machine that is much slower.
+    shall be no worse than, where they fit; by default the families' of this placement. The result
+    depends on `seed` and `time_limit` (seconds) alone: the effort is a count of work that takes
+    about half of `time_limit`, and the clock stops the search only on a machine that is much
+    slower.
 
     F, I and W of a stage ascend in microbatches and are never fused. Raises MemoryBudgetError
     naming rank, stages and the minimum where the budget cannot hold a single microbatch,
@@ -107,9 +109,8 @@ def find(
     require_least(costs, placement, budget)
     problem = Problem(costs, placement, microbatches, budget)
     hunt = _Hunt(problem, objective, bound, seed, started + time_limit)
-    for schedule in starts:
-        if schedule.placement == problem.placement:
-            hunt.offer(problem.order(schedule), None)
+    for schedule in shapes(problem.placement, microbatches) if starts is None else starts:
+        hunt.offer(problem.order(schedule), None)
     effort = time_limit / 2 / sum(_ROUNDS)
     for share in _ROUNDS:
         hunt.list(int(effort * share * _LIST_SHARE * _LISTED / problem.actions))
@@ -124,6 +125,17 @@ def find(
         "optimal" if hunt.met else "feasible",
         time.perf_counter() - started,
     )
+
+
+def shapes(placed: Sequence[int], microbatches: int) -> Iterator[Schedule]:
+    """The families' schedules of a placement."""
+    for name in families.FAMILIES:
+        try:
+            schedule = families.build(name, max(placed) + 1, microbatches)
+        except ScheduleError:
+            continue  # a shape that does not exist for so many ranks or microbatches
+        if schedule.placement == tuple(placed):
+            yield schedule
 
 
 @dataclass(order=True)

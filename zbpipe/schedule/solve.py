@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ..costs import Costs
-from ..errors import ConfigError, MemoryBudgetError, ScheduleError
+from ..errors import ConfigError, MemoryBudgetError
 from . import families
 from .bounds import lower_bound
 from .check import check
@@ -115,22 +115,10 @@ def _search(
         microbatches,
         budget,
         objective,
-        starts=_shapes(placed, microbatches),
         seed=seed,
         time_limit=time_limit,
         name=label,
     )
-
-
-def _shapes(placed: tuple[int, ...], microbatches: int) -> Iterator[Schedule]:
-    """The families' schedules of a placement."""
-    for name in families.FAMILIES:
-        try:
-            schedule = families.build(name, max(placed) + 1, microbatches)
-        except ScheduleError:
-            continue  # a shape that does not exist for so many ranks or microbatches
-        if schedule.placement == placed:
-            yield schedule
 
 
 def _shape(
