@@ -33,12 +33,13 @@ def list_rows(costs, placed, m, limits, policy):
         return ahead * bytes_[s] + kept * costs.stash[s]
 
     def room(rank, stage):
-        limit = limits[rank] * (1 + 1e-9)
-        after = {s: held(s) + (bytes_[s] if s == stage else 0) for s in mine[rank]}
-        below = [
-            sum(after[t] for t in mine[rank] if t < s) + bytes_[s] for s in mine[rank] if s > stage
-        ]
-        return all(need <= limit for need in [sum(after.values()), *below])
+        count = {s: done[s, "F"] + (s == stage) for s in mine[rank]}
+        needs = [sum(map(held, mine[rank])) + bytes_[stage]]
+        for t in mine[rank]:
+            if t > stage:
+                younger = [(count[s] - done[t, "F"]) * bytes_[s] for s in mine[rank] if s < t]
+                needs.append(sum(younger) + sum(bytes_[s] for s in mine[rank] if s >= t))
+        return all(need <= limits[rank] * (1 + 1e-9) for need in needs)
 
     def choose(rank, now):
         options, blocked, arrival = [], math.inf, math.inf
@@ -98,11 +99,18 @@ def list_rows(costs, placed, m, limits, policy):
     return rows if all(len(row) == 3 * m * len(mine[r]) for r, row in enumerate(rows)) else None
 
 
+def placements(ranks):
+    """linear and v, looped, up and down twice, and one where neighbours share a rank."""
+    line = tuple(range(ranks))
+    pairs = tuple(rank for rank in line for _ in range(2))
+    return [line, placement("v", ranks), line * 2, (*line, *line[::-1]) * 2, pairs]
+
+
 @st.composite
 def problems(draw, most_ranks=4, most_microbatches=7):
     """(costs, placement, microbatches, budget): stages that differ, budgets from the least up."""
     ranks = draw(st.integers(1, most_ranks))
-    placed = placement(draw(st.sampled_from(["linear", "v"])), ranks)
+    placed = draw(st.sampled_from(placements(ranks)))
     n = len(placed)
 
     def each(values, count=n):

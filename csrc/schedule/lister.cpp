@@ -59,18 +59,28 @@ class Lister {
   int forwards(int s) const { return count_[s * 3 + kForward]; }
   int backwards(int s) const { return count_[s * 3 + kInputGrad]; }
 
-  /// Whether F of `stage` fits, and leaves room for the later stages of the rank: when the oldest
-  /// unfinished microbatch comes to one, older ones have left it and those after it.
+  /// Whether F of `stage` fits, and leaves every microbatch room to go on.
+  ///
+  /// The next microbatch of a later stage t of the rank will, when it is the oldest, find there
+  /// what younger ones hold of the stages before t, and needs t and those after it for itself.
   bool room(int rank, int stage) const {
     const double limit = problem_.limit[rank] * (1 + kTolerance);
-    double held = 0;
-    for (int s : problem_.stages_of[rank]) {
-      if (s > stage && held + peak_[s] > limit) return false;
+    const std::vector<int>& stages = problem_.stages_of[rank];
+    double held = peak_[stage];
+    for (int s : stages) {
       held += (forwards(s) - backwards(s)) * peak_[s] +
               (backwards(s) - count_[s * 3 + kWeightGrad]) * problem_.stash[s];
-      if (s == stage) held += peak_[s];
     }
-    return held <= limit;
+    if (held > limit) return false;
+    for (int t : stages) {
+      if (t <= stage) continue;
+      double need = 0;
+      for (int s : stages) {
+        need += s < t ? (forwards(s) + (s == stage) - forwards(t)) * peak_[s] : peak_[s];
+      }
+      if (need > limit) return false;
+    }
+    return true;
   }
 
   bool has_due(int rank) const { return due_from_[rank] < due_[rank].size(); }
