@@ -38,6 +38,9 @@ def list_rows(costs, placed, m, limits, policy):
         for t in mine[rank]:
             if t > stage:
                 younger = [(count[s] - done[t, "F"]) * bytes_[s] for s in mine[rank] if s < t]
+                if policy["strict"]:
+                    below = sum(held(s) + (s == stage) * bytes_[s] for s in mine[rank] if s < t)
+                    needs.append(below + bytes_[t])
                 needs.append(sum(younger) + sum(bytes_[s] for s in mine[rank] if s >= t))
         return all(need <= limits[rank] * (1 + 1e-9) for need in needs)
 

@@ -66,9 +66,10 @@ class Lister {
   bool room(int rank, int stage) const {
     const double limit = problem_.limit[rank] * (1 + kTolerance);
     const std::vector<int>& stages = problem_.stages_of[rank];
-    double held = peak_[stage];
+    double held = 0;
     for (int s : stages) {
-      held += (forwards(s) - backwards(s)) * peak_[s] +
+      if (policy_.strict && s > stage && held + peak_[s] > limit) return false;
+      held += (forwards(s) + (s == stage) - backwards(s)) * peak_[s] +
               (backwards(s) - count_[s * 3 + kWeightGrad]) * problem_.stash[s];
     }
     if (held > limit) return false;

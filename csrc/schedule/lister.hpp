@@ -12,6 +12,7 @@ struct Policy {
   double interval = 0;
   double patience = 0;       ///< seconds to wait for an action of smaller key that is on its way
   double gap = 0;            ///< W fills a gap that is at least this share of it
+  bool strict = false;       ///< keep the room of each later stage free of all but its own
   std::vector<int> flight;   ///< of each stage: F that may be ahead of I
   std::vector<int> backlog;  ///< of each rank: W that may be due before F must wait for one
 };

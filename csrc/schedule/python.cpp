@@ -50,14 +50,14 @@ std::shared_ptr<Problem> make_problem(int ranks, int microbatches, std::vector<i
 }
 
 Policy make_policy(const Problem& problem, Numbers forward_key, Numbers backward_key,
-                   double interval, double patience, double gap, std::vector<int> flight,
-                   std::vector<int> backlog) {
+                   double interval, double patience, double gap, bool strict,
+                   std::vector<int> flight, std::vector<int> backlog) {
   const size_t stages = problem.placement.size();
   if (forward_key.size() != stages || backward_key.size() != stages || flight.size() != stages ||
       backlog.size() != static_cast<size_t>(problem.ranks)) {
     throw py::value_error("keys and flight: one a stage; backlog: one a rank");
   }
-  return {std::move(forward_key), std::move(backward_key), interval, patience, gap,
+  return {std::move(forward_key), std::move(backward_key), interval, patience, gap, strict,
           std::move(flight),      std::move(backlog)};
 }
 
@@ -70,10 +70,11 @@ py::object replay(const Problem& problem, const Held& held) {
 }
 
 py::object list_order(const Problem& problem, Numbers forward_key, Numbers backward_key,
-                      double interval, double patience, double gap, std::vector<int> flight,
-                      std::vector<int> backlog) {
-  const Policy policy = make_policy(problem, std::move(forward_key), std::move(backward_key),
-                                    interval, patience, gap, std::move(flight), std::move(backlog));
+                      double interval, double patience, double gap, bool strict,
+                      std::vector<int> flight, std::vector<int> backlog) {
+  const Policy policy =
+      make_policy(problem, std::move(forward_key), std::move(backward_key), interval, patience, gap,
+                  strict, std::move(flight), std::move(backlog));
   Order order;
   {
     py::gil_scoped_release release;
@@ -125,7 +126,7 @@ void bind(py::module_& m) {
           "Per rank the actions as stage * 3 + (F 0, I 1, W 2).");
   s.def("list", &list_order, py::arg("problem"), py::kw_only(), py::arg("forward_key"),
         py::arg("backward_key"), py::arg("interval"), py::arg("patience"), py::arg("gap"),
-        py::arg("flight"), py::arg("backlog"));
+        py::arg("strict"), py::arg("flight"), py::arg("backlog"));
   s.def("replay", &replay, py::arg("problem"), py::arg("order"));
   s.def("fits", &order_fits, py::arg("problem"), py::arg("order"));
   s.def("anneal", &anneal_order, py::arg("problem"), py::arg("order"), py::kw_only(),

@@ -29,6 +29,7 @@ class Problem:
             seconds if placement[s] != placement[s + 1] else 0.0
             for s, seconds in enumerate(costs.comm)
         )
+        self.limits = memory_limits(costs, placement, budget)
         self.native = _native.schedule.Problem(
             ranks=self.ranks,
             microbatches=microbatches,
@@ -39,7 +40,7 @@ class Problem:
             hop=self.hops,
             act=costs.act,
             stash=costs.stash,
-            limit=memory_limits(costs, placement, budget),
+            limit=self.limits,
         )
         self.actions = 3 * len(self.placement) * microbatches
 
