@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "executor.hpp"
+#include "schedule/python.hpp"
 
 namespace py = pybind11;
 using zb::Board, zb::Executor, zb::Failure, zb::File, zb::Instruction, zb::Program, zb::Receiver,
@@ -249,6 +250,7 @@ void bind_board(py::module_& m) {
 PYBIND11_MODULE(_native, m) {
   m.doc() = "zbpipe's native executor";
   bind_board(m);
+  zb::schedule::bind(m);
   bind_channels(m);
   py::class_<Program, std::shared_ptr<Program>>(m, "Program")
       .def(py::init(&make_program), py::arg("lanes"), py::arg("instructions"));

@@ -1,6 +1,7 @@
 """What csrc/python.cpp binds."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 class Board:
     @staticmethod
@@ -65,3 +66,5 @@ def run(
     jobs: Sequence[tuple[Executor, Program, Callable[[int], bool] | None]],
     grace_ns: int,
 ) -> bool: ...
+
+schedule: Any  # csrc/schedule; zbpipe/schedule/native.py gives it types

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .costs import Costs
+from .schedule.bounds import lower_bound
 from .schedule.core import Action, Schedule
 from .schedule.render import text
 from .schedule.simulate import planned_peak, simulate
@@ -17,9 +18,8 @@ from .timeline import Timeline
 class Plan:
     """What is going to run, and what is expected of it.
 
-    `bound`: seconds; no schedule with these costs and this placement has a smaller stage-objective
-    cost (largest span of a rank). For now it is the largest work of a rank, m · Σ (F + I + W) over
-    its stages: proven, but it knows nothing of ramps, transfers or memory.
+    `bound`: seconds; no schedule with these costs and this placement, inside the budget that the
+    plan was made with, has a smaller stage-objective cost (largest span of a rank).
     """
 
     costs: Costs
@@ -28,9 +28,16 @@ class Plan:
     bound: float
 
     @classmethod
-    def make(cls, schedule: Schedule, costs: Costs) -> Plan:
-        """Simulate `schedule`; raises ScheduleError if it cannot run."""
-        return cls(costs, schedule, simulate(schedule, costs), work_bound(schedule, costs))
+    def make(
+        cls, schedule: Schedule, costs: Costs, budget: float | Sequence[float] | None = None
+    ) -> Plan:
+        """Simulate `schedule`, and bound what could be had within `budget` (bytes, None: any).
+
+        Raises ScheduleError if it cannot run.
+        """
+        timeline = simulate(schedule, costs)
+        bound = lower_bound(costs, schedule.placement, schedule.microbatches, budget)
+        return cls(costs, schedule, timeline, bound)
 
     @property
     def cost(self) -> float:
@@ -88,11 +95,3 @@ class Plan:
             Timeline.from_dict(data["timeline"]),
             data["bound"],
         )
-
-
-def work_bound(schedule: Schedule, costs: Costs) -> float:
-    """Seconds that the busiest rank computes: a lower bound on its span in any order."""
-    loads = [0.0] * schedule.ranks
-    for stage, rank in enumerate(schedule.placement):
-        loads[rank] += schedule.microbatches * costs.work(stage)
-    return max(loads)

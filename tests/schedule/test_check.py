@@ -6,10 +6,12 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from listing import problems
 from zbpipe.costs import Costs
 from zbpipe.errors import ConfigError, MemoryBudgetError, ScheduleError
 from zbpipe.schedule import LINEAR, Action, Schedule, build
 from zbpipe.schedule.check import check
+from zbpipe.schedule.search import search
 from zbpipe.schedule.simulate import microbatches_held, planned_peak
 
 
@@ -60,8 +62,12 @@ def accepted(schedule):
 
 @st.composite
 def mutated(draw):
-    name = draw(st.sampled_from(sorted(LINEAR)))
-    schedule = build(name, draw(st.integers(1, 4)), draw(st.integers(1, 5)))
+    if draw(st.booleans()):
+        name = draw(st.sampled_from(sorted(LINEAR)))
+        schedule = build(name, draw(st.integers(1, 4)), draw(st.integers(1, 5)))
+    else:
+        costs, placed, m, budget = draw(problems(most_microbatches=5))
+        schedule = search(costs, placed, m, budget, time_limit=0.001)
     rows = [list(row) for row in schedule.rows]
     row = rows[draw(st.integers(0, len(rows) - 1))]
     at = draw(st.integers(0, len(row) - 1))

@@ -180,9 +180,8 @@ def test_a_plan_survives_json_and_keeps_its_bound(plan):
     assert Timeline.from_dict(through_json(measured().to_dict())) == measured()
     assert plan.cost >= plan.bound * (1 - 1e-12)
     assert plan.gap >= -1e-12
-    assert plan.bound == pytest.approx(
-        max(plan.timeline.busy(rank) for rank in range(plan.schedule.ranks))
-    )
+    busiest = max(plan.timeline.busy(rank) for rank in range(plan.schedule.ranks))
+    assert plan.bound >= busiest * (1 - 1e-12)
 
 
 def test_a_plan_knows_its_peak_with_the_largest_transient():
@@ -204,7 +203,7 @@ def test_the_summary_shows_the_picture_and_the_figures():
         "rank 0 |F0 F1 .  .  B0=== .  B1===",
         "rank 1 |.  F0 B0=== F1 B1=== .  .",
         "step 9 s; bubble 33.33% (stage), 33.33% (sync)",
-        "largest span 9 s, bound 6 s, gap 50.00%",
+        "largest span 9 s, bound 7 s, gap 28.57%",
         "peak 2 bytes on rank 0",
     ]
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from .._version import __version__
 from ..errors import ZbpipeError
-from . import demo
+from . import demo, schedule
 
-COMMANDS = (demo,)
+COMMANDS = (demo, schedule)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
