@@ -232,7 +232,7 @@ def test_a_batch_too_small_on_one_rank(ranks, later) -> None:
 
 def test_a_budget_that_nothing_fits(ranks) -> None:
     for outcome in ranks(_step, 2, False, [(X, Y)] * 2, {"memory": 64, "schedule": "auto"}):
-        with pytest.raises(MemoryBudgetError, match=r"no schedule fits.*lacks"):
+        with pytest.raises(MemoryBudgetError, match=r"no schedule fits"):
             reraise(outcome)
 
 

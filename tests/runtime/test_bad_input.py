@@ -58,7 +58,7 @@ def test_a_schedule_for_other_ranks_is_refused() -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (nn.Linear(2, 2), "nn.Sequential or a list"),
+        (nn.Linear(2, 2), "nn.Sequential, a list of layers"),
         ([], "no layers"),
         ([nn.Linear(2, 2), "x"], r"model\[1\] is a str"),
         ({"a": nn.Linear(2, 2)}, "is a dict"),

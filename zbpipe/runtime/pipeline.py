@@ -42,6 +42,7 @@ class Settings:
 
     microbatches: int
     schedules: tuple[Schedule, ...]
+    search: str | None  # the name that a schedule is searched by, once costs are known
     memory: tuple[float, ...] | None
     profile: bool
     loss_fn: LossFn | None
@@ -240,7 +241,8 @@ class Pipeline(StagedModule):
         schedules = self._settings.schedules
         if costs is None:
             return Plan.make(schedules[0], Costs.uniform(schedules[0].stages))
-        return planner.choose(schedules, costs, self._settings.memory)
+        settings = self._settings
+        return planner.choose(schedules[0], settings.search, costs, settings.memory)
 
     def _measure(self, run: Run) -> Costs:
         """Costs from trial runs on this batch, which leave no trace in the model."""

@@ -10,19 +10,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..costs import Costs
-from ..errors import ConfigError, MemoryBudgetError, ScheduleError
+from ..errors import ConfigError, ScheduleError
 from ..plan import Plan
 from ..schedule import families
 from ..schedule.check import check
 from ..schedule.core import Action, Schedule
+from ..schedule.solve import SEARCHED, solve
 from ..timeline import Timeline
 
 if TYPE_CHECKING:
     from ..program import Program
     from .rank import Rank
 
-# What "auto" tries; the first of the best stays.
+# Shapes that stand for "auto" until costs are known; the last, 1F1B, needs least memory in trials.
 AUTO = ("zb2p", "zb1p", "1f1b")
+# Seconds that rank 0 may search while the others wait at their first step.
+SEARCH_S = 2.0
+
+
+def searched(schedule: object) -> str | None:
+    """The name to search by once costs are measured; None where the order is fixed."""
+    if not isinstance(schedule, str) or is_path(schedule):
+        return None
+    bare = "".join(letter for letter in schedule.lower() if letter not in "_- ")
+    return bare if bare == "auto" or bare in SEARCHED else None
 
 
 def is_path(schedule: object) -> bool:
@@ -63,28 +74,17 @@ def resolve(schedule: Any, ranks: int, microbatches: int) -> list[Schedule]:
 
 
 def choose(
-    schedules: Sequence[Schedule], costs: Costs, budget: float | Sequence[float] | None
+    schedule: Schedule, search: str | None, costs: Costs, budget: float | Sequence[float] | None
 ) -> Plan:
-    """The plan with the shortest stage-objective cost among those that fit `budget` (bytes a rank).
+    """The plan for measured costs inside `budget` (bytes a rank): `schedule`, or a `search`.
 
-    Raises MemoryBudgetError, saying what the nearest one lacks, where none fits.
+    Raises MemoryBudgetError, saying what would fit, where nothing does.
     """
-    plans, refused = [], []
-    for schedule in schedules:
-        try:
-            check(schedule, costs, budget)
-        except MemoryBudgetError as error:
-            refused.append((schedule.name, error))
-            continue
-        plans.append(Plan.make(schedule, costs))
-    if not plans:
-        if len(refused) == 1:
-            raise refused[0][1]
-        tried = "; ".join(f"{name}: {error}" for name, error in refused)
-        raise MemoryBudgetError(f"no schedule fits memory: {tried}")
-    # A tenth of a percent is noise: the earlier, then, is as good.
-    best = min(plan.cost for plan in plans)
-    return next(plan for plan in plans if plan.cost <= best * 1.001)
+    if search is not None:
+        found = solve(search, costs, schedule.microbatches, budget, time_limit=SEARCH_S)
+        schedule = found.schedule
+    check(schedule, costs, budget)
+    return Plan.make(schedule, costs, budget)
 
 
 def split_backward(schedule: Schedule) -> Schedule:

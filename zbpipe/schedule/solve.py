@@ -87,9 +87,11 @@ def _ranks(costs: Costs, kind: str) -> int:
 
 
 def _tightest(costs: Costs, times: float, budget: Budget) -> list[float]:
-    """Per rank the smaller of `times` · p microbatches of act, with transients, and `budget`."""
+    """Per rank the smaller of `times` · p microbatches, with transients, and `budget`."""
     p = costs.stages
-    own = [times * p * costs.act[rank] + costs.transient[rank] for rank in range(p)]
+    # A microbatch holds act until I and stash until W; with biases and norms either may be larger.
+    held = [max(pair) for pair in zip(costs.act, costs.stash, strict=True)]
+    own = [times * p * held[rank] + costs.transient[rank] for rank in range(p)]
     if budget is None:
         return own
     given = [budget] * p if isinstance(budget, int | float) else list(budget)
