@@ -56,9 +56,9 @@ def wrap(
             used if there are labels.
         microbatches: m, the slices of a global batch, cut as numpy.array_split does.
         schedule: a family ("gpipe", "1f1b", "interleaved", "zb_v", …), a Schedule, or the path of
-            a CSV; "zb1p", "zb2p": a search under p or 2p microbatches of memory where costs are measured
-            (`memory` or `example`), else the shapes ZB-H1 and ZB-H2; "auto": a search under
-            `memory` alone, for measured costs.
+            a CSV. "zb1p", "zb2p": a search under p or 2p microbatches of memory where costs are
+            measured (`memory` or `example`), else the shapes ZB-H1 and ZB-H2. "auto": a search
+            under `memory` alone, for measured costs.
         memory: budget a rank for activations and stash: bytes, text such as "60GiB", or a list
             with one a rank. None: no limit. With a budget, costs are measured at the first step.
         partition: layers of each stage, or "auto": balanced by `example`, else by parameters.
