@@ -63,7 +63,7 @@ Row = dict[str, Any]
 def real(rank: int, work: Work, steps: int, rounds: int, out: str) -> None:
     """One rank of the comparison; rank 0 writes what all measured to `out`."""
     ours, theirs = GPT(work.config), GPT(work.config)
-    sides = {n: zbpipe_side(schedule, work, ours) for n, schedule in ZBPIPE.items()}
+    sides = {n: zbpipe_side(n, work, ours) for n in ZBPIPE}
     sides |= {n: torch_side(n, work, theirs, rank) for n in TORCH}
     expected = unsplit(work)
     names = list(sides)
@@ -210,7 +210,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     args = parse()
     config, samples, m, steps, rounds = GPTConfig(layers=8), 2, 8, args.steps, args.rounds
-    sleeps, repeats = Sleeps(ranks=8, microbatches=16, seconds=0.010, steps=10), 5
+    sleeps, repeats = Sleeps(ranks=8, microbatches=16, seconds=0.010, steps=6), 5
     if args.quick:
         config, samples, m, steps, rounds = GPTConfig(256, 16, 4, 2, 8), 1, 4, 1, 1
         sleeps, repeats = Sleeps(ranks=2, microbatches=3, seconds=0.002, steps=2), 1

@@ -26,8 +26,15 @@ TORCH = {
     "torch zbv": ("ScheduleZBVZeroBubble", 2, True),
     "torch dualpipev": ("ScheduleDualPipeV", 2, True),
 }
-ZBPIPE = {"zbpipe gpipe": "gpipe", "zbpipe 1f1b": "1f1b"}
-ZBPIPE |= {"zbpipe zb1p": "zb1p", "zbpipe zb2p": "zb2p"}
+# Name → schedule, stages a rank. zb1p and zb2p are searched for costs that wrap measures.
+ZBPIPE = {
+    "zbpipe gpipe": ("gpipe", 1),
+    "zbpipe 1f1b": ("1f1b", 1),
+    "zbpipe zb1p": ("zb1p", 1),
+    "zbpipe zb2p": ("zb2p", 1),
+    "zbpipe zb_v": ("zb_v", 2),
+    "zbpipe dualpipe_v": ("dualpipe_v", 2),
+}
 TORCH_1F1B = "torch 1f1b"
 
 
@@ -74,14 +81,16 @@ def unsplit(work: Work) -> dict[str, Tensor]:
     return _grads(model)
 
 
-def zbpipe_side(schedule: str, work: Work, model: GPT) -> Side:
+def zbpipe_side(name: str, work: Work, model: GPT) -> Side:
     """`model` under a schedule of zbpipe, cut by hand as torch's stages are."""
+    schedule, chunks = ZBPIPE[name]
     inputs, targets = work.batch()
     pipe = zbpipe.wrap(
         model,
         microbatches=work.microbatches,
         schedule=schedule,
-        partition=work.stages(work.ranks),
+        partition=work.stages(work.ranks * chunks),
+        example=inputs,
         loss_fn=loss_fn,
     )
 

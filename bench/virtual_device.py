@@ -19,7 +19,7 @@ from zbpipe.timeline import Timeline
 
 @dataclass(frozen=True)
 class Sleeps:
-    """`seconds` of F, I and W each; `nbytes` of each message over a boundary."""
+    """`seconds` of F, I and W of a rank's whole model; `nbytes` of each message."""
 
     ranks: int
     microbatches: int
@@ -34,11 +34,14 @@ def measure(rank: int, sleeps: Sleeps) -> dict[str, dict[str, Any]]:
     Steps follow each other without a barrier. The first is not counted: it maps the slots.
     """
     world = join(None)
-    costs = Costs.uniform(sleeps.ranks, sleeps.seconds, sleeps.seconds, sleeps.seconds)
     found: dict[str, dict[str, Any]] = {}
     for nbytes in sleeps.nbytes:
         for name in families.FAMILIES:
             schedule = families.build(name, sleeps.ranks, sleeps.microbatches)
+            if schedule.copies > 1:  # planned only: the runtime keeps one copy of the parameters
+                continue
+            each = sleeps.seconds * sleeps.ranks / schedule.stages
+            costs = Costs.uniform(schedule.stages, each, each, each)
             programs = virtual(compile(schedule), costs.duration, lambda _, n=nbytes: float(n))
             crew = Crew(world, timeout=30.0)
             crew.connect(programs.slots)
