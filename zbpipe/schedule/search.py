@@ -9,9 +9,11 @@ ends early where the cost meets the proven bound. Both loops are native (csrc/sc
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,11 +32,11 @@ TIME_LIMIT, SHORT_LIMIT = 10.0, 1.5
 # How much work a second of `time_limit` stands for. The effort is a count, so that the clock of a
 # busy machine does not change the result; measured on two shared cores, with half to spare.
 _LISTED = 8.0e6  # actions listed a second
-_MOVED = 2.0e8  # actions × moves annealed a second
+_MOVED = 3.0e8  # actions × moves annealed a second
 _LIST_SHARE = 0.2
 _POOL = 24
-# Orders that are annealed for the first time in a round, beside the best.
-_FRESH = 5
+# Orders that a round anneals for the first time, and how often it then anneals the best.
+_FRESH, _AGAIN = 6, 2
 # Each round lists, then anneals, with so many shares of the effort: what is easy ends early.
 _ROUNDS = (1, 12)
 # Share of the mean span in what is compared: leads over plateaus of the largest span.
@@ -216,30 +218,35 @@ class _Hunt:
                 yield vary(random_, parent, stages)
 
     def anneal(self, moves: float) -> None:
-        """Anneal the best order with half of `moves`, and the best that were not yet."""
-        if self.met or not self._pool:
+        """Anneal orders that were not yet with half of `moves`, then the best with the rest."""
+        fresh = [entry for entry in self._pool if not entry.annealed][:_FRESH]
+        self._anneal(fresh, moves / 2)
+        if self._pool:
+            self._anneal([self.best()] * _AGAIN, moves / 2)
+
+    def _anneal(self, entries: Sequence[_Entry], moves: float) -> None:
+        """Anneal every one of `entries`, on several threads; the result knows nothing of those."""
+        left = self._deadline - time.perf_counter()
+        if self.met or left <= 0 or not entries or moves < len(entries):
             return
         times = self._problem.costs
         heat = max(times.weight_grad) or max(times.forward)
-        best = self.best()
-        fresh = [e for e in self._pool if e is not best and not e.annealed][:_FRESH]
-        for entry in (*fresh, best):
-            left = self._deadline - time.perf_counter()
-            share = moves / 2 / len(fresh) if entry is not best and fresh else moves / 2
-            if self.met or left <= 0 or share < 1:
-                return
-            if entry is best:
-                entry = self.best()
-            self._annealings += 1
-            order = self._problem.anneal(
-                entry.order,
+        first, self._annealings = self._annealings, self._annealings + len(entries)
+
+        def one(number: int) -> Any:
+            return self._problem.anneal(
+                entries[number].order,
                 sync=self._objective == "sync",
-                moves=int(share),
-                seed=self._seed + self._annealings,
-                heat=heat * _HEATS[self._annealings % len(_HEATS)],
+                moves=int(moves / len(entries)),
+                seed=self._seed + first + number,
+                heat=heat * _HEATS[(first + number) % len(_HEATS)],
                 share=_MEAN,
                 seconds=left,
             )
+
+        with ThreadPoolExecutor(min(len(entries), os.cpu_count() or 1)) as threads:
+            orders = list(threads.map(one, range(len(entries))))
+        for entry, order in zip(entries, orders, strict=True):
             entry.annealed = True
             self.offer(order, entry.rule, annealed=True)
 
