@@ -33,6 +33,8 @@ TIME_LIMIT, SHORT_LIMIT = 10.0, 1.5
 # busy machine does not change the result; measured on two shared cores, with half to spare.
 _LISTED = 8.0e6  # actions listed a second
 _MOVED = 3.0e8  # actions × moves annealed a second
+# What a list or a move takes beside its actions, in actions.
+_LIST_COST, _MOVE_COST = 1000, 300
 _LIST_SHARE = 0.2
 _POOL = 24
 # Orders that a round anneals for the first time, and how often it then anneals the best.
@@ -115,8 +117,9 @@ def find(
         hunt.offer(problem.order(schedule), None)
     effort = time_limit / 2 / sum(_ROUNDS)
     for share in _ROUNDS:
-        hunt.list(int(effort * share * _LIST_SHARE * _LISTED / problem.actions))
-        hunt.anneal(effort * share * (1 - _LIST_SHARE) * _MOVED / problem.actions)
+        listing, annealing = effort * share * _LIST_SHARE, effort * share * (1 - _LIST_SHARE)
+        hunt.list(int(listing * _LISTED / (problem.actions + _LIST_COST)))
+        hunt.anneal(annealing * _MOVED / (problem.actions + _MOVE_COST))
     best = hunt.best()
     cost = best.cost(objective)
     return Found(
