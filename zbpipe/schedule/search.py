@@ -9,6 +9,7 @@ ends early where the cost meets the proven bound. Both loops are native (csrc/sc
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import random
 import time
@@ -204,7 +205,9 @@ class _Hunt:
         fresh = self._tried == 0
         rules = itertools.chain(_plain(self._passes) if fresh else (), self._rules(count))
         for rule in rules:
-            if self.met or (self._tried > len(PLAIN) and time.perf_counter() > self._deadline):
+            if self.met or (
+                self._tried > len(PLAIN) + 6 * len(SHAPED) and time.perf_counter() > self._deadline
+            ):
                 return
             self._tried += 1
             self.offer(self._problem.list(**rule.policy(self._problem)), rule)
@@ -255,6 +258,7 @@ class _Hunt:
 
 
 def _plain(passes: int) -> Iterator[Rule]:
+    """The rules that are tried first: those of PLAIN, and for two passes those of SHAPED."""
     for down, up, turn, pace, patience, gap, slope in PLAIN:
         yield Rule(
             (down,) * passes,
@@ -265,6 +269,16 @@ def _plain(passes: int) -> Iterator[Rule]:
             gap=gap,
             slope=slope,
         )
+    if passes == 2:
+        for (first, second), across, gap in itertools.product(SHAPED, (1.0, 3.0, 5.0), (0.0, 0.5)):
+            yield Rule(
+                (first, second),
+                (second, first),
+                across=(across, across),
+                grid=True,
+                patience=math.inf,
+                gap=gap,
+            )
 
 
 # Heat of one annealing after the other, in times of W.
@@ -285,3 +299,7 @@ PLAIN = (
     (1.15, 1.5, 0.93, 0.6, 0.11, 0.35, 1),
     (0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0),
 )
+
+# Growth of the keys on the first and the second pass, in sixths of the interval: V-Min, V-Half and
+# V-ZB (arXiv 2405.15362, section 3) are among them, which hold a third, a half and all of p.
+SHAPED = ((1.0, 1.0), (1.0, 2.0), (2.0, 1.0), (2.0, 2.0), (3.0, 1.0), (3.0, 2.0), (4.0, 2.0))
