@@ -30,8 +30,8 @@ class Rule:
     where the pass turns; `turn`: from the last stage's F to its I, in sixths of the interval.
     `pace`: the interval, in seconds of work of the busiest rank; `patience`, in the same unit,
     and `gap`: see csrc/schedule/lister.hpp; `due`, `slope`: W that may be due, on rank 0 and
-    more on every further rank. `strict`: see there; `share`: of a rank's memory that F of each
-    pass may fill, empty for no limit. `bumps`: (first stage, past the last, down, up), what to
+    more on every further rank. `strict`: see there.
+    `bumps`: (first stage, past the last, down, up), what to
     add to the keys of F and of I of these stages, in sixths of the interval.
     """
 
@@ -46,7 +46,6 @@ class Rule:
     due: int = 1000
     slope: int = 0
     strict: bool = True
-    share: tuple[float, ...] = ()
     bumps: tuple[tuple[int, int, float, float], ...] = ()
 
     def policy(self, problem: Problem) -> dict[str, Any]:
@@ -86,18 +85,9 @@ class Rule:
             "patience": self.patience * busiest,
             "gap": self.gap,
             "strict": self.strict,
-            "flight": [self._most_ahead(problem, stage) for stage in range(len(placed))],
+            "flight": [problem.microbatches] * len(placed),
             "backlog": [max(0, self.due + self.slope * rank) for rank in range(ranks)],
         }
-
-    def _most_ahead(self, problem: Problem, stage: int) -> int:
-        """How many F of `stage` may be ahead of its I."""
-        held = max(problem.costs.act[stage], problem.costs.stash[stage])
-        limit = problem.limits[problem.placement[stage]]
-        if not self.share or held <= 0 or limit / held >= problem.microbatches / min(self.share):
-            return problem.microbatches
-        share = self.share[min(stage // problem.ranks, len(self.share) - 1)]
-        return max(1, math.ceil(share * limit / held))
 
 
 def draw(random_: random.Random, passes: int) -> Rule:
@@ -124,15 +114,7 @@ def draw(random_: random.Random, passes: int) -> Rule:
         due=random_.choice((1000, 1000, 0, 1, 2, 4)),
         slope=random_.choice((0, 0, 1, 2)),
         strict=random_.random() < 0.7,
-        share=growing(random_, passes),
     )
-
-
-def growing(random_: random.Random, passes: int) -> tuple[float, ...]:
-    """Shares of the memory that each pass may fill; mostly no limit."""
-    if passes == 1 or random_.random() < 0.6:
-        return ()
-    return tuple(random_.choice((1.0, random_.uniform(0.2, 1.0))) for _ in range(passes))
 
 
 def vary(random_: random.Random, rule: Rule, stages: int) -> Rule:

@@ -9,9 +9,12 @@ ends early where the cost meets the proven bound. Both loops are native (csrc/sc
 from __future__ import annotations
 
 import itertools
+import math
+import os
 import random
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,13 +33,15 @@ TIME_LIMIT, SHORT_LIMIT = 10.0, 1.5
 # How much work a second of `time_limit` stands for. The effort is a count, so that the clock of a
 # busy machine does not change the result; measured on two shared cores, with half to spare.
 _LISTED = 8.0e6  # actions listed a second
-_MOVED = 2.0e8  # actions × moves annealed a second
+_MOVED = 3.0e8  # actions × moves annealed a second
+# What a list or a move takes beside its actions, in actions.
+_LIST_COST, _MOVE_COST = 1000, 300
 _LIST_SHARE = 0.2
 _POOL = 24
-# Orders that are annealed for the first time in a round, beside the best.
-_FRESH = 5
+# Orders that a round anneals for the first time, and how often it then anneals the best.
+_FRESH, _AGAIN = 6, 2
 # Each round lists, then anneals, with so many shares of the effort: what is easy ends early.
-_ROUNDS = (1, 12)
+_ROUNDS = (1, 4, 9)
 # Share of the mean span in what is compared: leads over plateaus of the largest span.
 _MEAN = 0.05
 _MET = 1e-9
@@ -113,8 +118,9 @@ def find(
         hunt.offer(problem.order(schedule), None)
     effort = time_limit / 2 / sum(_ROUNDS)
     for share in _ROUNDS:
-        hunt.list(int(effort * share * _LIST_SHARE * _LISTED / problem.actions))
-        hunt.anneal(effort * share * (1 - _LIST_SHARE) * _MOVED / problem.actions)
+        listing, annealing = effort * share * _LIST_SHARE, effort * share * (1 - _LIST_SHARE)
+        hunt.list(int(listing * _LISTED / (problem.actions + _LIST_COST)))
+        hunt.anneal(annealing * _MOVED / (problem.actions + _MOVE_COST))
     best = hunt.best()
     cost = best.cost(objective)
     return Found(
@@ -199,7 +205,9 @@ class _Hunt:
         fresh = self._tried == 0
         rules = itertools.chain(_plain(self._passes) if fresh else (), self._rules(count))
         for rule in rules:
-            if self.met or (self._tried > len(PLAIN) and time.perf_counter() > self._deadline):
+            if self.met or (
+                self._tried > len(PLAIN) + 6 * len(SHAPED) and time.perf_counter() > self._deadline
+            ):
                 return
             self._tried += 1
             self.offer(self._problem.list(**rule.policy(self._problem)), rule)
@@ -216,35 +224,41 @@ class _Hunt:
                 yield vary(random_, parent, stages)
 
     def anneal(self, moves: float) -> None:
-        """Anneal the best order with half of `moves`, and the best that were not yet."""
-        if self.met or not self._pool:
+        """Anneal orders that were not yet with half of `moves`, then the best with the rest."""
+        fresh = [entry for entry in self._pool if not entry.annealed][:_FRESH]
+        self._anneal(fresh, moves / 2)
+        if self._pool:
+            self._anneal([self.best()] * _AGAIN, moves / 2)
+
+    def _anneal(self, entries: Sequence[_Entry], moves: float) -> None:
+        """Anneal every one of `entries`, on several threads; the result knows nothing of those."""
+        left = self._deadline - time.perf_counter()
+        if self.met or left <= 0 or not entries or moves < len(entries):
             return
         times = self._problem.costs
         heat = max(times.weight_grad) or max(times.forward)
-        best = self.best()
-        fresh = [e for e in self._pool if e is not best and not e.annealed][:_FRESH]
-        for entry in (*fresh, best):
-            left = self._deadline - time.perf_counter()
-            share = moves / 2 / len(fresh) if entry is not best and fresh else moves / 2
-            if self.met or left <= 0 or share < 1:
-                return
-            if entry is best:
-                entry = self.best()
-            self._annealings += 1
-            order = self._problem.anneal(
-                entry.order,
+        first, self._annealings = self._annealings, self._annealings + len(entries)
+
+        def one(number: int) -> Any:
+            return self._problem.anneal(
+                entries[number].order,
                 sync=self._objective == "sync",
-                moves=int(share),
-                seed=self._seed + self._annealings,
-                heat=heat * _HEATS[self._annealings % len(_HEATS)],
+                moves=int(moves / len(entries)),
+                seed=self._seed + first + number,
+                heat=heat * _HEATS[(first + number) % len(_HEATS)],
                 share=_MEAN,
                 seconds=left,
             )
+
+        with ThreadPoolExecutor(min(len(entries), os.cpu_count() or 1)) as threads:
+            orders = list(threads.map(one, range(len(entries))))
+        for entry, order in zip(entries, orders, strict=True):
             entry.annealed = True
             self.offer(order, entry.rule, annealed=True)
 
 
 def _plain(passes: int) -> Iterator[Rule]:
+    """The rules that are tried first: those of PLAIN, and for two passes those of SHAPED."""
     for down, up, turn, pace, patience, gap, slope in PLAIN:
         yield Rule(
             (down,) * passes,
@@ -255,10 +269,20 @@ def _plain(passes: int) -> Iterator[Rule]:
             gap=gap,
             slope=slope,
         )
+    if passes == 2:
+        for (first, second), across, gap in itertools.product(SHAPED, (1.0, 3.0, 5.0), (0.0, 0.5)):
+            yield Rule(
+                (first, second),
+                (second, first),
+                across=(across, across),
+                grid=True,
+                patience=math.inf,
+                gap=gap,
+            )
 
 
 # Heat of one annealing after the other, in times of W.
-_HEATS = (0.05, 0.1, 0.3, 0.02)
+_HEATS = (0.1, 0.05, 0.3, 0.02)
 
 # down, up, turn, pace, patience, gap, slope: the rules that were best on the 12 rows of
 # arXiv 2401.10241, table 9, under 1p, 1.5p and 2p.
@@ -275,3 +299,7 @@ PLAIN = (
     (1.15, 1.5, 0.93, 0.6, 0.11, 0.35, 1),
     (0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0),
 )
+
+# Growth of the keys on the first and the second pass, in sixths of the interval: V-Min, V-Half and
+# V-ZB (arXiv 2405.15362, section 3) are among them, which hold a third, a half and all of p.
+SHAPED = ((1.0, 1.0), (1.0, 2.0), (2.0, 1.0), (2.0, 2.0), (3.0, 1.0), (3.0, 2.0), (4.0, 2.0))
