@@ -2,6 +2,7 @@
 
 import csv
 import math
+from itertools import cycle, islice
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,11 @@ BRIEF = 0.02
 EQUAL = 1 + 1e-9
 
 
+RUN = sorted(name for name in FAMILIES if name != "dualpipe")  # which has two copies
+
+
 def families_that_fit(costs, placed, m, budget):
-    for name in FAMILIES:
+    for name in RUN:
         schedule = build(name, max(placed) + 1, m)
         if schedule.placement == placed:
             try:
@@ -189,19 +193,19 @@ def test_chunks_share_the_whole_stage():
 
 
 @settings(max_examples=300)
-@given(problems(most_ranks=5, most_microbatches=9), st.sampled_from(sorted(FAMILIES)), OBJECTIVES)
+@given(problems(most_ranks=5, most_microbatches=9), st.sampled_from(RUN), OBJECTIVES)
 def test_no_family_is_below_the_bound(case, name, objective):
     costs, placed, m, _ = case
     schedule = build(name, max(placed) + 1, m)
     if schedule.placement != placed:
+        # The same entries again and again, for as many stages as the family has.
+        def stages(field, count=schedule.stages):
+            return tuple(islice(cycle(getattr(costs, field) or (0.0,)), count))
+
         costs = Costs(
-            *(
-                getattr(costs, field)[: schedule.stages]
-                for field in ("forward", "input_grad", "weight_grad")
-            ),
-            costs.comm[: schedule.stages - 1],
-            costs.act[: schedule.stages],
-            costs.stash[: schedule.stages],
+            *map(stages, ("forward", "input_grad", "weight_grad")),
+            stages("comm", schedule.stages - 1),
+            *map(stages, ("act", "stash")),
         )
     timeline = simulate(schedule, costs)
     peaks = [timeline.peak(rank) for rank in range(schedule.ranks)]

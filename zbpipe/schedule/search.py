@@ -140,7 +140,7 @@ def shapes(placed: Sequence[int], microbatches: int) -> Iterator[Schedule]:
             schedule = families.build(name, max(placed) + 1, microbatches)
         except ScheduleError:
             continue  # a shape that does not exist for so many ranks or microbatches
-        if schedule.placement == tuple(placed):
+        if schedule.placement == tuple(placed) and schedule.copies == 1:
             yield schedule
 
 
