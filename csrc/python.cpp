@@ -1,4 +1,6 @@
 /// The binder: zbpipe._native. Pointers travel as integers; no torch header is needed.
+#include "schedule/python.hpp"
+
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -10,7 +12,6 @@
 #include <vector>
 
 #include "executor.hpp"
-#include "schedule/python.hpp"
 
 namespace py = pybind11;
 using zb::Board, zb::Executor, zb::Failure, zb::File, zb::Instruction, zb::Program, zb::Receiver,
