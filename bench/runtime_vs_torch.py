@@ -190,7 +190,7 @@ def machine() -> Row:
     """What the numbers were measured on, and how busy it was when they began."""
     return {
         "cores": os.cpu_count(),
-        "load": os.getloadavg()[0],
+        "load_before": os.getloadavg()[0],
         "python": platform.python_version(),
         "torch": torch.__version__,
         "system": f"{platform.system()} {platform.machine()}",
@@ -230,7 +230,7 @@ def main() -> int:
     }
     show_bars(result)
     result |= {"real": {**found, "rows": rows}, "virtual": virtual, "transport": carried}
-    result["machine"] = about
+    result["machine"] = {**about, "load_after": os.getloadavg()[0]}
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(result, indent=2) + "\n")
