@@ -6,7 +6,6 @@ prints {NAME: [exit code, what it wrote to stderr]} as JSON.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import os
@@ -86,24 +85,6 @@ def aborted(close: bool = False) -> None:
 
 def aborted_and_closed() -> None:
     aborted(close=True)
-
-
-def in_a_thread() -> None:
-    """The interpreter ends while a daemon thread is in the middle of a step."""
-    crew, loaded = ran()
-    entered = threading.Event()
-
-    def slow(index: int) -> None:
-        entered.set()
-        time.sleep(0.05)
-
-    def drive() -> None:
-        with contextlib.suppress(StageError):  # the crew is closed under it
-            while True:
-                crew.run(loaded, {0: slow, 1: slow})
-
-    threading.Thread(target=drive, daemon=True).start()
-    entered.wait()
 
 
 def _stalled(body) -> None:
@@ -237,7 +218,6 @@ SCENARIOS = {
         collected,
         aborted,
         aborted_and_closed,
-        in_a_thread,
         stalled_asleep,
         stalled_and_closed,
         stalled_in_python,

@@ -91,7 +91,7 @@ def test_an_evaluation_before_the_first_step_does_not_count_as_costs() -> None:
     x, y = case.batches()[0]
     plans = []
     for first in (False, True):
-        pipe = wrapped(case.build(), example=x)
+        pipe = wrapped(case.build(), example=x, partition=[2, 3])
         if first:
             pipe.eval_step(x.repeat(5, 1, 1), target=y.repeat(5, 1, 1))
             assert pipe.plan is None
