@@ -26,6 +26,7 @@ from cases import (
 )
 from unsplit import assert_same_gradients, gradients, reference
 from zbpipe import ConfigError, StageError
+from zbpipe.runtime.planner import fused
 
 BY_NAME = {case.name: case for case in CASES}
 
@@ -298,7 +299,7 @@ def test_timeline_and_summary() -> None:
     assert timeline.kind == "measured"
     for rank in range(2):
         got = [span.action for span in timeline.compute(rank)]
-        assert tuple(got) == pipe.plan.schedule.rows[rank]
+        assert tuple(got) == fused(pipe.plan.schedule).rows[rank]
     text = pipe.summary()
     assert "rank 0 → 1: local" in text and "zb_h1" in text and "100.0% of W is deferred" in text
 

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import zbpipe
 from cases import CASES, SCHEDULES, Map, mse
 from unsplit import assert_same_gradients, gradients, reference
 from zbpipe import MemoryBudgetError, Plan
+from zbpipe.runtime.planner import fused, split_backward
 from zbpipe.schedule import build
+from zbpipe.schedule.check import check
+from zbpipe.schedule.simulate import simulate
 
+FUSABLE = ("zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "interleaved_zb", "dualpipe_v")
 BY_NAME = {case.name: case for case in CASES}
 
 
@@ -136,3 +142,26 @@ def test_a_searched_order_is_no_worse_than_the_shapes_and_just_as_right(schedule
         assert plan.cost <= Plan.make(build(name, 2, 6), plan.costs).cost * (1 + 1e-9)
     want, _ = reference(case, 6)
     assert_same_gradients(gradients(model.named_parameters()), want, 1e-12)
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(FUSABLE), st.integers(1, 5), st.integers(1, 9))
+def test_a_fused_order_is_the_same_order_and_nobody_waits_longer(name, ranks, microbatches):
+    schedule = build(name, ranks, microbatches)
+    joined = fused(schedule)
+    check(joined)
+    assert split_backward(joined) == split_backward(schedule)
+    costs = zbpipe.Costs.uniform(schedule.stages)
+    assert simulate(joined, costs).makespan() == simulate(schedule, costs).makespan()
+    for rank, row in enumerate(joined.rows):
+        for a in set(row) - set(schedule.rows[rank]):
+            assert a.kind == "B"
+            assert a.stage == 0 or schedule.placement[a.stage - 1] == rank
+
+
+def test_the_first_stage_of_zb_h1_is_fused() -> None:
+    # Rank 0 delays no W; rank 1 does, and is waited for.
+    assert [str(a) for a in fused(build("zb_h1", 2, 3)).rows[0]] == [
+        "0F0", "0F1", "0B0", "0F2", "0B1", "0B2",
+    ]  # fmt: skip
+    assert fused(build("zb_h1", 2, 3)).rows[1] == build("zb_h1", 2, 3).rows[1]

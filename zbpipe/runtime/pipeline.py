@@ -226,7 +226,7 @@ class Pipeline(StagedModule):
             )
             self.plan = choose[0]
             order = choose[0].schedule
-            programs["step"] = compile(order)
+            programs["step"] = compile(planner.fused(order))
         # An evaluation may come first; its batch says nothing about the costs of a step.
         programs["eval_step"] = compile(evaluation(order), forward_only=True)
         crew = Crew(world, settings.timeout, settings.poison)
