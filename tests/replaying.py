@@ -7,7 +7,7 @@ from random import Random
 
 from zbpipe.program import Instruction, Op, Programs
 from zbpipe.schedule import build, forward_only
-from zbpipe.schedule.core import Action, Schedule
+from zbpipe.schedule.core import SUMS, Action, Schedule
 
 
 def v_schedule(ranks: int, microbatches: int) -> Schedule:
@@ -160,6 +160,10 @@ class Replay:
         the rank that lie before it: forwards for F; both directions for a backward.
         """
         stage, kind, mb = action
+        if kind in SUMS:
+            if kind == "S":
+                yield Action(self.schedule.stages - 1 - stage, "R", 0)
+            return
         for s in self._linked(stage, rank, -1):
             if s > 0 and (kind == "F" or not self.forward_only):
                 yield Action(s - 1, "F", mb)

@@ -99,6 +99,54 @@ def test_no_slot_changes_under_a_reader(name, ranks, microbatches, prefetch, ran
     Replay(schedule, programs, random).run()
 
 
+@settings(max_examples=120)
+@given(
+    st.sampled_from((*RUN, "v")),
+    st.integers(1, 6),
+    st.integers(1, 13),
+    st.integers(0, 4),
+    st.randoms(use_true_random=False),
+)
+def test_tied_gradients_are_handed_over_after_the_last_weight_gradient(
+    name, ranks, microbatches, prefetch, random
+):
+    schedule, programs = compiled(name, ranks, microbatches, prefetch=prefetch, tied=True)
+    Replay(schedule, programs, random).run()
+    first, last = schedule.placement[0], schedule.placement[-1]
+    assert cosimulate(programs) is None
+    for program in programs.ranks:
+        entries = program.instructions
+        assert tuple(e.action for e in entries if e.lane == 0) == schedule.rows[program.rank]
+        extra = [e for e in entries if e.op == Op.CALLBACK and e.lane != 0]
+        assert ("tied" in program.lanes) == bool(extra) == (program.rank in (first, last))
+        assert {program.lanes[e.lane] for e in extra} <= {"tied"}
+        ends = {0: first, schedule.stages - 1: last}
+        own = [stage for stage, rank in ends.items() if rank == program.rank]
+        if not own:
+            continue
+        if first == last:
+            assert [str(e.action) for e in extra] == ["0S0"]
+            (sums,) = extra
+            waited = {entries[w].action for w in sums.waits}
+        else:
+            assert [str(e.action) for e in extra] == [f"{s}{kind}0" for s in own for kind in "RS"]
+            waited = {entries[w].action for e in extra[::2] for w in e.waits}
+            for e in extra[1::2]:
+                (need,) = e.waits
+                assert entries[need].op == Op.RECEIVE and entries[need].action.kind == "R"
+        for stage in own:
+            done = [a for a in schedule.rows[program.rank] if a.stage == stage and a.kind in "WB"]
+            assert done[-1] in waited
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
+def test_the_replay_notices_a_sum_that_does_not_wait(name):
+    schedule, programs = compiled(name, 3, 5, tied=True)
+    with pytest.raises(AssertionError):
+        for seed in range(20):
+            Replay(schedule, without_wait(programs, Op.CALLBACK), Random(seed)).run()
+
+
 def without_wait(programs: Programs, op: Op) -> Programs:
     """The same Programs where instructions of `op` wait for nothing."""
     ranks = [

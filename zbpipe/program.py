@@ -12,15 +12,24 @@ in a slot of its channel (sending rank → receiving rank) from its receive to i
 action that lets go of it (W, since the first layer may stash its input) and every send of a tensor
 that may alias it. Slots are coloured by that lifetime, so there are as many as there is work in
 flight, and a few more so that messages arrive ahead of time.
+
+Parameters that the first and the last stage share have a gradient on either. It is handed over (R)
+as soon as the stage's last weight gradient is in, and summed with the other end's (S), in a lane of
+its own beside what the ranks still compute:
+
+    compute   ... W(m-1) ──── other stages' actions
+                    │
+    tied            R ─▶ send        recv ─▶ S
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from .errors import ScheduleError
+from .flow import Flow, Message
 from .schedule.core import Action, Schedule
 
 # Messages that may wait, received, before their reader's turn. One hides a hop's latency, the
@@ -73,6 +82,18 @@ class Program:
     sends: dict[int, int]
     needs: dict[int, int]
 
+    def renumbered(self, destinations: Sequence[int], sources: Sequence[int]) -> Program:
+        """The same Program for a rank with channels to and from these peers, its own among them."""
+        number = {Op.SEND: destinations, Op.RECEIVE: sources}
+        peers = {Op.SEND: self.destinations, Op.RECEIVE: self.sources}
+        rows = tuple(
+            replace(i, channel=number[i.op].index(peers[i.op][i.channel])) if i.op in number else i
+            for i in self.instructions
+        )
+        return replace(
+            self, instructions=rows, destinations=tuple(destinations), sources=tuple(sources)
+        )
+
 
 @dataclass(frozen=True)
 class Programs:
@@ -84,20 +105,25 @@ class Programs:
 
 
 def compile(
-    schedule: Schedule, *, forward_only: bool = False, prefetch: int = PREFETCH
+    schedule: Schedule,
+    *,
+    forward_only: bool = False,
+    tied: bool = False,
+    prefetch: int = PREFETCH,
 ) -> Programs:
     """Compile a checked schedule, and prove by co-simulation that it cannot deadlock.
 
     `forward_only`: the schedule's I cells only pass the loss on (evaluation), so that nothing is
-    kept after F. Raises ScheduleError if the ranks would wait for each other in a circle, or if the
-    schedule has several copies of the parameters (DualPipe), which the runtime does not keep.
+    kept after F. `tied`: the first and the last stage share parameters.
+    Raises ScheduleError if the ranks would wait for each other in a circle, or if the schedule has
+    several copies of the parameters (DualPipe), which the runtime does not keep.
     """
     if schedule.copies > 1:
         raise ScheduleError(
             f"{schedule.name or 'schedule'} keeps {schedule.copies} copies of the parameters: it "
             "can be planned, not run; dualpipe_v is its like with one copy"
         )
-    flow = _Flow(schedule, forward_only)
+    flow = Flow(schedule, forward_only, tied)
     longest = max((len(messages) for messages in flow.channels.values()), default=0)
     while True:
         programs = _programs(flow, prefetch)
@@ -113,7 +139,7 @@ def compile(
             return programs
 
 
-def _programs(flow: _Flow, prefetch: int) -> Programs:
+def _programs(flow: Flow, prefetch: int) -> Programs:
     coloured = {pair: _colour(flow, pair, prefetch) for pair in flow.channels}
     ranks = range(flow.schedule.ranks)
     return Programs(
@@ -143,88 +169,7 @@ def virtual(
     return replace(programs, ranks=ranks)
 
 
-@dataclass(frozen=True)
-class _Message:
-    """A transfer: what made it, and the actions that read it first and last."""
-
-    made_by: Action
-    first: Action
-    last: tuple[Action, ...]
-    sends: tuple[Action, ...]
-
-
-class _Flow:
-    """Who sends what to whom, in each sender's order, and how long it is read."""
-
-    def __init__(self, schedule: Schedule, forward_only: bool) -> None:
-        self.schedule = schedule
-        self.forward_only = forward_only
-        self.place = {action: i for row in schedule.rows for i, action in enumerate(row)}
-        self.channels: dict[tuple[int, int], list[_Message]] = {}
-        for rank, row in enumerate(schedule.rows):
-            for action in row:
-                target = self.target(action)
-                if target is not None and target[1] != rank:
-                    self.channels.setdefault((rank, target[1]), []).append(self._message(action))
-
-    def target(self, action: Action) -> tuple[int, int] | None:
-        """The stage that `action`'s result goes to and its rank; None at the pipeline's ends."""
-        if action.kind == "W":
-            return None
-        stage = action.stage + (1 if action.kind == "F" else -1)
-        if not 0 <= stage < self.schedule.stages:
-            return None
-        return stage, self.schedule.placement[stage]
-
-    def reader(self, action: Action) -> Action:
-        """The action of the next stage that reads `action`'s result."""
-        target = self.target(action)
-        assert target is not None
-        if action.kind == "F":
-            return Action(target[0], "F", action.microbatch)
-        return self._backward(target[0], action.microbatch)
-
-    def _backward(self, stage: int, microbatch: int) -> Action:
-        fused = Action(stage, "B", microbatch)
-        return fused if fused in self.place else Action(stage, "I", microbatch)
-
-    def _last(self, stage: int, microbatch: int) -> Action:
-        """The action after which `stage` holds nothing of the microbatch."""
-        fused = Action(stage, "B", microbatch)
-        return fused if fused in self.place else Action(stage, "W", microbatch)
-
-    def _message(self, action: Action) -> _Message:
-        """Who reads what `action` sends.
-
-        A stage may pass on what it received, also in a gradient (a backward may return what its
-        forward saved), so stages of one rank read one another's slots.
-        """
-        first = self.reader(action)
-        rank = self.schedule.placement[first.stage]
-        makers = list(self._chain(first, rank))
-        if self.forward_only:
-            last = makers
-        else:
-            last = [self._last(reader.stage, reader.microbatch) for reader in makers]
-            for reader in tuple(makers):
-                if reader.kind == "F":
-                    makers += self._chain(self._backward(reader.stage, reader.microbatch), rank)
-        sends = [maker for maker in dict.fromkeys(makers) if self._leaves(maker, rank)]
-        return _Message(action, first, tuple(last), tuple(sends))
-
-    def _chain(self, action: Action, rank: int) -> Iterator[Action]:
-        """`action` and those after it, while the result goes to another stage of `rank`."""
-        yield action
-        while (target := self.target(action)) is not None and target[1] == rank:
-            action = self.reader(action)
-            yield action
-
-    def _leaves(self, action: Action, rank: int) -> bool:
-        target = self.target(action)
-        return target is not None and target[1] != rank
-
-
-def _colour(flow: _Flow, pair: tuple[int, int], prefetch: int) -> list[tuple[int, int | None]]:
+def _colour(flow: Flow, pair: tuple[int, int], prefetch: int) -> list[tuple[int, int | None]]:
     """(slot, message that had the slot before) for each message of a channel, in order.
 
     A message must be in before the first reader of any later one, since the lane is a queue; it
@@ -252,15 +197,15 @@ def _colour(flow: _Flow, pair: tuple[int, int], prefetch: int) -> list[tuple[int
 
 
 def _program(
-    flow: _Flow, rank: int, coloured: dict[tuple[int, int], list[tuple[int, int | None]]]
+    flow: Flow, rank: int, coloured: dict[tuple[int, int], list[tuple[int, int | None]]]
 ) -> Program:
-    row = flow.schedule.rows[rank]
+    row, sums = flow.schedule.rows[rank], flow.sums[rank]
     destinations = tuple(sorted(b for a, b in flow.channels if a == rank))
     sources = tuple(sorted(a for a, b in flow.channels if b == rank))
     outgoing = [("send", channel, (rank, q)) for channel, q in enumerate(destinations)]
     incoming = [("recv", channel, (q, rank)) for channel, q in enumerate(sources)]
     transfers = outgoing + incoming
-    index = {("compute", action): i for i, action in enumerate(row)}
+    index = {("compute", action): i for i, action in enumerate((*row, *sums))}
     for way, _, pair in transfers:
         for message in flow.channels[pair]:
             index[way, message.made_by] = len(index)
@@ -271,20 +216,25 @@ def _program(
         for message in flow.channels[pair]
     }
     rows = [Instruction(0, Op.CALLBACK, a, waits=_some(needs.get(i))) for i, a in enumerate(row)]
-    for lane, (way, channel, pair) in enumerate(transfers, 1):
+    for i, (action, after) in enumerate(sums.items(), len(row)):
+        waits = tuple(index["compute", a] for a in after) + _some(needs.get(i))
+        rows.append(Instruction(1, Op.CALLBACK, action, waits=waits))
+    for lane, (way, channel, pair) in enumerate(transfers, 2 if sums else 1):
         messages = flow.channels[pair]
         op = Op.SEND if way == "send" else Op.RECEIVE
         for message, (slot, before) in zip(messages, coloured[pair], strict=True):
-            waits: tuple[int, ...] = ()
+            waits = ()
             if op == Op.SEND:
                 waits = (index["compute", message.made_by],)
             elif before is not None:
                 waits = _releases(messages[before], index)
             rows.append(Instruction(lane, op, message.made_by, channel, slot, waits=waits))
     waited = {w for instruction in rows for w in instruction.waits}
+    names = ["compute", *(["tied"] if sums else [])]
+    names += [*(f"send:{q}" for q in destinations), *(f"recv:{q}" for q in sources)]
     return Program(
         rank=rank,
-        lanes=("compute", *(f"send:{q}" for q in destinations), *(f"recv:{q}" for q in sources)),
+        lanes=tuple(names),
         instructions=tuple(replace(entry, signals=i in waited) for i, entry in enumerate(rows)),
         destinations=destinations,
         sources=sources,
@@ -297,7 +247,7 @@ def _some(index: int | None) -> tuple[int, ...]:
     return () if index is None else (index,)
 
 
-def _releases(message: _Message, index: dict[tuple[str, Action], int]) -> tuple[int, ...]:
+def _releases(message: Message, index: dict[tuple[str, Action], int]) -> tuple[int, ...]:
     """The instructions after which nothing reads the message any more."""
     compute = max(index["compute", action] for action in message.last)
     return (compute, *(index["send", action] for action in message.sends))

@@ -8,10 +8,12 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from .errors import ConfigError
-from .schedule.core import Action
+from .schedule.core import KINDS as CELL_KINDS
+from .schedule.core import SUMS, Action
 
 KINDS = ("simulated", "measured", "virtual")
 OBJECTIVES = ("stage", "sync")
+_ACTIONS = CELL_KINDS + SUMS
 
 
 class Span(NamedTuple):
@@ -160,7 +162,7 @@ class Timeline:
     def from_dict(cls, data: Mapping[str, Any]) -> Timeline:
         """Inverse of `to_dict`."""
         spans = tuple(
-            Span(rank, lane, None if action is None else Action.parse(action), start, end)
+            Span(rank, lane, None if action is None else Action.parse(action, _ACTIONS), start, end)
             for rank, lane, action, start, end in data["spans"]
         )
         memory = tuple(tuple((time, held) for time, held in curve) for curve in data["memory"])

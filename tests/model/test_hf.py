@@ -71,6 +71,20 @@ def test_sdpa_with_and_without_padding(name, padded) -> None:
     assert_same(model.named_parameters(), want)
 
 
+@pytest.mark.parametrize("name", ["llama-tied", "gpt2"])
+def test_tied_gradients_are_the_same_bits_under_every_schedule(name) -> None:
+    inputs = batch()
+    found = []
+    for schedule in ("gpipe", "1f1b", "zb1p", "zb2p"):
+        model = build(name)
+        pipe = zbpipe.wrap(model, microbatches=5, schedule=schedule, local_ranks=3)
+        for _ in range(2):
+            pipe.step(**inputs)
+        found.append({key: p.grad for key, p in model.named_parameters()})
+    for other in found[1:]:
+        assert all(torch.equal(grad, other[key]) for key, grad in found[0].items())
+
+
 def test_lengths_that_change_from_step_to_step() -> None:
     model = build("llama-tied")
     pipe = zbpipe.wrap(model, microbatches=2, schedule="zb2p", local_ranks=3)

@@ -18,7 +18,9 @@ def test_an_action_reads_what_it_writes(stage, kind, microbatch):
     assert Action.parse(str(action)) == action
 
 
-@pytest.mark.parametrize("text", ["", "F0", "2F", "2X0", "2f0", "-1F0", "2F0F", "2 F0", "٢F0"])
+@pytest.mark.parametrize(
+    "text", ["", "F0", "2F", "2X0", "2R0", "2f0", "-1F0", "2F0F", "2 F0", "٢F0"]
+)
 def test_what_is_no_action_is_refused(text):
     with pytest.raises(ScheduleError, match="no action"):
         Action.parse(text)

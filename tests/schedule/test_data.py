@@ -92,6 +92,7 @@ def measured():
         Span(0, "compute", Action(0, "F", 0), 1000.0, 1001.0),
         Span(1, "compute", Action(1, "F", 0), 1001.0, 1002.0),
         Span(1, "compute", Action(1, "B", 0), 1002.0, 1005.0),
+        Span(1, "tied", Action(1, "R", 0), 1005.0, 1005.5),
     )
     memory = (((1000.0, 8.0), (1007.0, 0.0)), ((1001.0, 5.0), (1005.0, 0.0)))
     return Timeline(spans, 2, memory, "measured")

@@ -84,8 +84,17 @@ class Crew:
         }
 
     def load(self, programs: Programs) -> Loaded:
-        """Make the Programs of this process's ranks ready for `run`."""
-        own = {rank: programs.ranks[rank] for rank in self.executors}
+        """Make the Programs of this process's ranks ready for `run`.
+
+        They may use fewer channels than were connected.
+        """
+        own = {
+            rank: programs.ranks[rank].renumbered(
+                sorted(b for a, b in self._slots if a == rank),
+                sorted(a for a, b in self._slots if b == rank),
+            )
+            for rank in self.executors
+        }
         return Loaded(own, {rank: _native_program(program) for rank, program in own.items()})
 
     def run(self, loaded: Loaded, callbacks: Mapping[int, Callback | None]) -> None:

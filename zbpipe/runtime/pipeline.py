@@ -29,7 +29,6 @@ from .module import StagedModule
 from .optimizer import clip_grad_norm
 from .rank import LossFn, Rank, Run, mismatch
 from .stage import Stage
-from .tied import Tied
 from .world import World
 
 # Trial runs: the first counts memory and warms up, the others are timed.
@@ -80,19 +79,21 @@ class Pipeline(StagedModule):
         self._world, self._settings = world, settings
         self._layers = [list(stage) for stage in cut.stages]
         placement = settings.schedules[0].placement
+        self._tied = tied = [parameter for parameter in cut.tied if parameter.requires_grad]
         stages = {
             index: Stage(
                 index,
                 layers,
                 settings.seed,
                 run=None if cut.runners is None else cut.runners[index],
-                late=cut.tied,
+                tied=tied if index in (0, len(self._layers) - 1) else (),
             )
             for index, layers in enumerate(self._layers)
             if placement[index] in world.local
         }
         super().__init__(stages, cut.whole)
-        self._tied = Tied(world, cut.tied, (placement[0], placement[-1]))
+        # Whether the tied parameters of the last stage are copies of those in another process.
+        self._copies = placement[0] not in world.local
         self._crew: Crew | None = None
         self._ranks: dict[int, Rank] = {}
         self._loaded: dict[str, Loaded] = {}
@@ -140,11 +141,7 @@ class Pipeline(StagedModule):
                 raise
         self._steps[mode] += 1
         assert self._crew is not None
-        if run.training:
-            self._tied.begin()
         self._execute(self._crew, self._loaded[mode], replace(run, meter=self._metering))
-        if run.training:
-            self._tied.end()
         self._last = self._loaded[mode]
         return _total(self._ranks[self._world.rank].losses, self._settings.microbatches)
 
@@ -215,6 +212,7 @@ class Pipeline(StagedModule):
                 None,
                 threads,
                 lock,
+                self._copies,
             )
         order = settings.schedules[0]
         programs = {}
@@ -226,7 +224,7 @@ class Pipeline(StagedModule):
             )
             self.plan = choose[0]
             order = choose[0].schedule
-            programs["step"] = compile(planner.fused(order))
+            programs["step"] = compile(planner.fused(order), tied=bool(self._tied))
         # An evaluation may come first; its batch says nothing about the costs of a step.
         programs["eval_step"] = compile(evaluation(order), forward_only=True)
         crew = Crew(world, settings.timeout, settings.poison)
@@ -330,7 +328,7 @@ class Pipeline(StagedModule):
         A collective over the pipeline's ranks, as torch.nn.utils.clip_grad_norm_ over the model.
         """
         own = list(self.parameters())
-        elsewhere = set(map(id, self._tied.parameters)) if self._tied.counted_elsewhere else set()
+        elsewhere = set(map(id, self._tied)) if self._copies else set()
         counted = [parameter for parameter in own if id(parameter) not in elsewhere]
         return clip_grad_norm(self._world, own, counted, max_norm, norm_type)
 

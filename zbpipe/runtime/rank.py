@@ -11,10 +11,11 @@ import torch
 
 from ..errors import ConfigError
 from ..program import Program
-from ..schedule.core import Action
+from ..schedule.core import SUMS, Action
 from .boundary import Inputs, enter, pack, split_tree, unpack
 from .memory import Meter, keep_freed_memory
 from .stage import Stage
+from .tied import add_sums
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 Loss = tuple[float, torch.dtype]
@@ -55,6 +56,7 @@ class Rank:
     """Interprets a Program's compute instructions for one rank.
 
     `lock` keeps ranks that share a process apart where they use the process's random generator.
+    `copies`: a parameter that the first and the last stage share is one of either's process.
     """
 
     rank: int
@@ -64,6 +66,7 @@ class Rank:
     executor: Any
     threads: int
     lock: AbstractContextManager[Any] = field(default_factory=nullcontext)
+    copies: bool = True
     # Loss and byte counts are known when the run is over.
     losses: dict[int, Loss] = field(default_factory=dict)
     sent_bytes: dict[int, int] = field(default_factory=dict)  # by the boundary's lower stage
@@ -77,6 +80,7 @@ class Rank:
         self._program, self._run = program, run
         self._outgoing: list[tuple[int, list[torch.Tensor]]] = []
         self._handed: dict[Action, Any] = {}
+        self._lent: list[torch.Tensor] = []
         self._unfinished = dict.fromkeys(self.stages, self.microbatches)
         self.losses = {}
         self.meter = None
@@ -89,16 +93,19 @@ class Rank:
 
     def end(self) -> None:
         """Let go of everything the run held."""
-        self._outgoing, self._handed = [], {}
+        self._outgoing, self._handed, self._lent = [], {}, []
         for stage in self.stages.values():
             stage.begin(None)
 
     def __call__(self, index: int) -> None:
-        """Run the action of compute instruction `index`, on the compute lane's thread."""
+        """Run the action of callback instruction `index`, on its lane's thread."""
         if torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)  # a new thread would take all cores
-        self._outgoing = [item for item in self._outgoing if not self.executor.finished(item[0])]
         action = self._program.instructions[index].action
+        if action.kind in SUMS:
+            self._tied(index, action)
+            return
+        self._outgoing = [item for item in self._outgoing if not self.executor.finished(item[0])]
         if action.kind == "F":
             self._forward(index, action)
         elif action.kind == "W":
@@ -176,6 +183,26 @@ class Rank:
                 dX = stage.backward(mb, grads, fused=action.kind == "B")
         if action.stage > 0:
             self._pass_on(index, action, dX, (self._run.key, self.losses[mb]))
+
+    def _tied(self, index: int, action: Action) -> None:
+        """R: hand a stage's part of the tied gradients over. S: sum both ends' parts."""
+        own, other = self.stages[action.stage].apart, self.last - action.stage
+        if action.kind == "R":
+            packet = pack(list(own.values()), (self._run.key, None))
+            self._lent = packet.keep  # until the run ends: the compute lane looks after the others
+            self.executor.post(
+                self._program.sends[index], packet.header, packet.pieces, packet.payload
+            )
+            return
+        if action.stage > 0 and not self.copies:
+            return  # the first stage's rank is of this process and sums them
+        if other in self.stages:
+            theirs = list(self.stages[other].apart.values())
+        else:
+            theirs = self._take(index, Action(other, "R", 0))[0]
+        first, last = (own.values(), theirs) if action.stage == 0 else (theirs, own.values())
+        with self.lock:
+            add_sums(own, first, last)
 
     def _source(self, index: int, action: Action) -> Action:
         """What made the gradient that `action` needs: an I or a B of the next stage."""

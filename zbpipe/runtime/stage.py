@@ -33,7 +33,8 @@ class Stage:
     """Runs the layers of one stage, and their backward, one microbatch at a time.
 
     `layers` are called one after the other, as nn.Sequential would, or by `run(value, batch)` where
-    that is given. Hooks of `late` parameters are not fired here: their gradient comes later.
+    that is given. `tied` parameters are another stage's, too: what this stage adds to their
+    gradient in a step gathers in `apart`, and whoever sums both ends fires their hooks.
     """
 
     def __init__(
@@ -42,11 +43,11 @@ class Stage:
         layers: Sequence[tuple[str, nn.Module]],
         seed: int,
         run: Callable[[Any, Any], Any] | None = None,
-        late: Sequence[nn.Parameter] = (),
+        tied: Sequence[nn.Parameter] = (),
     ) -> None:
         self.index = index
         self._run = run
-        self._late = {id(parameter) for parameter in late}
+        self.apart: dict[nn.Parameter, torch.Tensor | None] = dict.fromkeys(tied)
         self.layers = [module for _, module in layers]
         # Only for its walk over modules; the layers stay the user's.
         self.root = nn.ModuleDict()
@@ -67,6 +68,7 @@ class Stage:
         self._held.clear()
         self._touched.clear()
         self._looked = False
+        self.apart = dict.fromkeys(self.apart)
 
     def __call__(self, value: Any, batch: Any) -> Any:
         """The stage's output for what it got; `batch` is the microbatch as the user gave it."""
@@ -123,13 +125,14 @@ class Stage:
         inputs = held.inputs
         held.inputs = Inputs(None)
         if roots:
-            before = [p for p in self.parameters if p.requires_grad and p.grad is None]
             with ExitStack() as stack:
+                stack.enter_context(self._gathered())
                 stack.enter_context(self.splitter.active(held.entry))
                 stack.enter_context(mute_hooks(self.parameters, self._touched))
                 stack.enter_context(self._watch())
+                before = [p for p in self.parameters if p.requires_grad and p.grad is None]
                 torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
-            _own_grads(before, [g for _, g in roots])
+                _own_grads(before, [g for _, g in roots])
         del roots
         inputs.value = None
         if self.meter is not None and not fused:
@@ -141,15 +144,26 @@ class Stage:
     def weights(self, microbatch: int) -> None:
         """W: what `backward` deferred."""
         held = self._held.pop(microbatch)
-        with self._watch():
+        with self._gathered(), self._watch():
             held.entry.run()
         held.stash.clear()
 
     def finish(self) -> None:
         """After the step's last W: post-accumulate-grad hooks, once a parameter."""
         with torch.no_grad():  # as autograd calls them
-            due = (p for p in self.parameters if p in self._touched and id(p) not in self._late)
-            fire_hooks(due)
+            fire_hooks(p for p in self.parameters if p in self._touched and p not in self.apart)
+
+    @contextmanager
+    def _gathered(self) -> Iterator[None]:
+        """Let `.grad` of tied parameters be what this stage has added to it in this step."""
+        others = [parameter.grad for parameter in self.apart]
+        for parameter, own in self.apart.items():
+            parameter.grad = own
+        try:
+            yield
+        finally:
+            for parameter, other in zip(self.apart, others, strict=True):
+                self.apart[parameter], parameter.grad = parameter.grad, other
 
     def _watch(self) -> AbstractContextManager[None]:
         return nullcontext() if self.meter is None else self.meter.watch()

@@ -11,8 +11,10 @@ from typing import NamedTuple
 from ..errors import ScheduleError
 
 KINDS = "FIWB"
+# Beside a schedule, in Programs only: R hands a tied gradient over, S sums it with the other one.
+SUMS = "RS"
 
-_CELL = re.compile(rf"(\d+)([{KINDS}])(\d+)", re.ASCII)
+_CELL = re.compile(rf"(\d+)([{KINDS}{SUMS}])(\d+)", re.ASCII)
 # torch writes two actions that it runs at once as one cell: (0F1;1B0)OVERLAP_F_B
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
@@ -28,12 +30,12 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
     @classmethod
-    def parse(cls, text: str) -> Action:
-        """Read `2F0`; raises ScheduleError on anything else."""
+    def parse(cls, text: str, kinds: str = KINDS) -> Action:
+        """Read `2F0`, of one of `kinds`; raises ScheduleError on anything else."""
         match = _CELL.fullmatch(text.strip())
-        if match is None:
+        if match is None or match[2] not in kinds:
             raise ScheduleError(
-                f"{text.strip()!r} is no action: want stage, one of {KINDS}, microbatch, as in 2F0"
+                f"{text.strip()!r} is no action: want stage, one of {kinds}, microbatch, as in 2F0"
             )
         return cls(int(match[1]), match[2], int(match[3]))
 

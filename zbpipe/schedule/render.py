@@ -14,6 +14,7 @@ from .simulate import simulate
 # Okabe and Ito's palette: told apart by readers with any of the common colour blindnesses.
 COLOURS = {"F": "#56b4e9", "I": "#e69f00", "W": "#009e73", "B": "#cc79a7"}
 NAMES = {"F": "forward", "I": "input-grad", "W": "weight-grad", "B": "backward, I + W"}
+NAMES |= {"R": "tied gradient, handed over", "S": "tied gradients, summed"}
 
 LANE, GAP, LABEL = 24, 8, 64
 _LEGEND = 28
