@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from zbpipe.errors import ConfigError
-from zbpipe.model.partition import check_partition, layer_flops, partition
+from zbpipe.model.partition import check_fixed, check_partition, layer_flops, partition
 
 # Whole numbers, so that sums are exact and ties are ties.
 costs_and_stages = st.lists(st.integers(0, 12), min_size=1, max_size=9).flatmap(
@@ -54,6 +54,24 @@ def test_partition_of_any_floats_is_best_to_rounding(case) -> None:
     assert max(stage_sums(costs, counts)) <= best * (1 + 1e-9) + 1e-9
 
 
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(costs_and_stages, st.data())
+def test_given_stages_are_kept_and_the_rest_is_the_smoothest(case, data) -> None:
+    costs, stages = case
+    ways = every_partition(len(costs), stages)
+    some = data.draw(st.sampled_from(ways))
+    fixed = {s: some[s] for s in data.draw(st.sets(st.integers(0, stages - 1)))}
+
+    def rank(counts: tuple[int, ...]) -> tuple[object, ...]:
+        sums = stage_sums(costs, counts)
+        return max(sums), sum(s * s for s in sums), counts
+
+    kept = [way for way in ways if all(way[s] == n for s, n in fixed.items())]
+    assert partition(costs, stages, fixed) == min(kept, key=rank)
+    negative = {s - stages: n for s, n in fixed.items()}
+    assert check_fixed(negative, len(costs), stages) == fixed
+
+
 def test_known_cuts() -> None:
     assert partition([1] * 8, 4) == (2, 2, 2, 2)
     assert partition([0, *[12] * 8, 1], 2) == (5, 5)
@@ -84,6 +102,22 @@ def test_more_stages_than_layers_is_refused() -> None:
 def test_a_wrong_partition_is_refused(given, message) -> None:
     with pytest.raises(ConfigError, match=message):
         check_partition(given, layers=4, stages=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({4: 1}, "no stage 4 of 4"),
+        ({"0": 1}, "no stage '0'"),
+        ({0: 0}, "stage 0 has 0 layers"),
+        ({0: 2, -4: 3}, "names stage 0 twice"),
+        ({0: 6}, "leaves 2 of 8 layers for the other 3 stages"),
+        ({0: 1, 1: 1, 2: 1, 3: 1}, "leaves 4 of 8 layers for the other 0 stages"),
+    ],
+)
+def test_given_stages_that_cannot_be_are_refused(given, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_fixed(given, layers=8, stages=4)
 
 
 def test_a_right_partition_passes() -> None:

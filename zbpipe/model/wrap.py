@@ -5,23 +5,18 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..errors import ConfigError
 from ..runtime import planner
-from ..runtime.batch import batch_size, check_size
-from ..runtime.batch import microbatches as microbatches_of
-from ..runtime.pipeline import Cut, Pipeline, Settings
+from ..runtime.pipeline import Pipeline, Settings
 from ..runtime.world import World, join
-from .hf import Decoder, is_hf, take_apart, tied
-from .partition import check_partition, layer_flops
-from .partition import partition as balance
-from .profile import layer_seconds
-from .stages import Layer, cut, describe, layers_of
+from .cut import Taken, measured_partition, placed, take
+from .stages import describe
 
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)}
@@ -61,10 +56,14 @@ def wrap(
             under `memory` alone, for measured costs.
         memory: budget a rank for activations and stash: bytes, text such as "60GiB", or a list
             with one a rank. None: no limit. With a budget, costs are measured at the first step.
-        partition: layers of each stage, or "auto": balanced by `example`, else by parameters.
-        example: an input of the first layer. With it layers are timed on rank 0 (not those of a
-            Hugging Face model) and the plan's costs are measured in trial runs at the first step;
-            neither leaves a trace in gradients or buffers.
+        partition: layers of each stage; or "auto": those with which the schedule takes the least
+            time, embedding and head included, for the layers' times if there is an `example`, else
+            by their parameters; or {0: 7, -1: 6}: as "auto", with these stages' layers given.
+        example: a batch: the input of the first layer, or a dict of a Hugging Face model's
+            arguments. With it each layer's F, I, W and memory are measured on rank 0 (layers that
+            are alike once), "auto" tries V placements as well (two stages a rank), and the plan's
+            costs are measured in trial runs at the first step. None of that leaves a trace in
+            gradients, buffers or random state. On the meta device there is nothing to measure.
         loss_fn: loss_fn(output, target) → mean over a microbatch, 0-d; without it the last layer's
             output is the loss.
         loss_weight: loss_weight(target) → weight of a microbatch's mean in the batch's; default
@@ -94,17 +93,17 @@ def wrap(
             timeout,
             seed,
         )
-        return settings, _take(model, partition, settings.schedules[0].stages)
+        return settings, take(model, partition, settings)
 
     prepared: list[Any] = []
     world.agree(lambda: prepared.append(prepare()), "wrapping the model")
     settings, taken = prepared[0]
-    if partition == "auto" and example is not None and taken.decoder is None:
-        stages = settings.schedules[0].stages
-        sizes = world.agree(
-            lambda: _timed(world, taken.layers, example, microbatches, stages), "timing the layers"
+    if taken.fixed is not None and example is not None and not taken.on_meta():
+        placement, sizes = world.agree(
+            lambda: measured_partition(settings, taken, example) if world.rank == 0 else None,
+            "timing the layers",
         )[0]
-        taken = replace(taken, sizes=sizes)
+        settings, taken = placed(settings, placement), replace(taken, sizes=sizes)
     digests = world.agree(lambda: _digest(settings, taken), "wrapping the model")
     for rank, (digest, what) in enumerate(digests):
         if digest != digests[0][0]:
@@ -113,36 +112,6 @@ def wrap(
                 f"{what} against {digests[0][1]}"
             )
     return Pipeline(world, taken.cut(), settings)
-
-
-@dataclass(frozen=True)
-class Taken:
-    """The model's layers, how many of them each stage gets, and the decoder they are of, if one."""
-
-    layers: list[Layer]
-    sizes: list[int]
-    decoder: Decoder | None = None
-
-    def cut(self) -> Cut:
-        """The stages. Raises ConfigError where two of them share what they cannot share."""
-        if self.decoder is None:
-            return Cut(cut(self.layers, self.sizes))
-        stages = self.decoder.stage_layers(self.sizes)
-        runners = [self.decoder.runner(self.sizes, i) for i in range(len(stages))]
-        return Cut(stages, runners, self.decoder.model, tied(stages))
-
-
-def _take(model: Any, partition: Any, stages: int) -> Taken:
-    decoder = take_apart(model) if is_hf(model) else None
-    if decoder is None:
-        layers = layers_of(model)
-        costs = [layer_flops(module) for _, module in layers]
-    else:
-        layers = [(f"{decoder.path}.{i}", layer) for i, layer in enumerate(decoder.layers)]
-        costs = decoder.costs()
-    taken = Taken(layers, _partition(partition, costs, stages), decoder)
-    taken.cut()  # so that sharing that cannot be is an error on every rank
-    return taken
 
 
 def _settings(
@@ -203,26 +172,6 @@ def parse_bytes(value: Any) -> float:
         if match and match[2].lower() in _UNITS and float(match[1]) > 0:
             return float(match[1]) * _UNITS[match[2].lower()]
     raise ConfigError(f'memory = {value!r}: want bytes, or text such as "60GiB" or "1.5GB"')
-
-
-def _partition(partition: Any, costs: Sequence[float], stages: int) -> list[int]:
-    if isinstance(partition, str):
-        if partition != "auto":
-            raise ConfigError(f'partition = {partition!r}: want "auto" or layers per stage')
-        return list(balance(costs, stages))
-    return list(check_partition(partition, len(costs), stages))
-
-
-def _timed(
-    world: World, layers: Sequence[Layer], example: Any, count: int, stages: int
-) -> list[int]:
-    """Rank 0 times the layers; the others take its answer."""
-    if world.rank != 0:
-        return []
-    size = batch_size(example)
-    check_size(size, count)
-    first = microbatches_of(example, count, size)[0]
-    return list(balance(layer_seconds(layers, first), stages))
 
 
 def _digest(settings: Settings, taken: Taken) -> tuple[str, str]:

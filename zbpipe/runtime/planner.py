@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from ..program import Program
     from .rank import Rank
 
-# Shapes that stand for "auto" until costs are known; the last, 1F1B, needs least memory in trials.
-AUTO = ("zb2p", "zb1p", "1f1b")
+# Shapes that stand for "auto" until costs are known, by placement; the last needs least memory in
+# trials.
+AUTO = {"linear": ("zb2p", "zb1p", "1f1b"), "v": ("zb_v", "v_half", "v_min")}
 # Seconds that rank 0 may search while the others wait at their first step.
 SEARCH_S = 2.0
 
@@ -43,8 +44,10 @@ def is_path(schedule: object) -> bool:
     )
 
 
-def resolve(schedule: Any, ranks: int, microbatches: int) -> list[Schedule]:
-    """The schedules to choose from: one, or those that "auto" tries. Each has passed `check`.
+def resolve(
+    schedule: Any, ranks: int, microbatches: int, placement: str = "linear"
+) -> list[Schedule]:
+    """The schedules to choose from: one, or those of "auto" for a placement, which passed `check`.
 
     Raises ScheduleError for a name that is none (naming the nearest), an order that is wrong, and
     one for other ranks or microbatches; ConfigError for what is no schedule at all.
@@ -57,7 +60,7 @@ def resolve(schedule: Any, ranks: int, microbatches: int) -> list[Schedule]:
             raise ScheduleError(f"schedule = {str(schedule)!r}: there is no such file")
         found = [Schedule.from_csv(path.read_text(), name=path.stem)]
     elif isinstance(schedule, str):
-        names = AUTO if schedule == "auto" else (schedule,)
+        names = AUTO[placement] if searched(schedule) == "auto" else (schedule,)
         found = [families.build(name, ranks, microbatches) for name in names]
     else:
         raise ConfigError(
@@ -74,14 +77,27 @@ def resolve(schedule: Any, ranks: int, microbatches: int) -> list[Schedule]:
 
 
 def choose(
-    schedule: Schedule, search: str | None, costs: Costs, budget: float | Sequence[float] | None
+    schedule: Schedule,
+    search: str | None,
+    costs: Costs,
+    budget: float | Sequence[float] | None,
+    time_limit: float = SEARCH_S,
 ) -> Plan:
     """The plan for measured costs inside `budget` (bytes a rank): `schedule`, or a `search`.
 
-    Raises MemoryBudgetError, saying what would fit, where nothing does.
+    The search keeps to the placement of `schedule`. Raises MemoryBudgetError, saying what would
+    fit, where nothing does.
     """
     if search is not None:
-        found = solve(search, costs, schedule.microbatches, budget, time_limit=SEARCH_S)
+        kind = "linear" if schedule.stages == schedule.ranks else "v"
+        found = solve(
+            search,
+            {kind: costs},
+            schedule.microbatches,
+            budget,
+            placements=(kind,),
+            time_limit=time_limit,
+        )
         schedule = found.schedule
     check(schedule, costs, budget)
     return Plan.make(schedule, costs, budget)
