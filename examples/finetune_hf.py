@@ -4,8 +4,9 @@
     torchrun --nproc-per-node 2 examples/finetune_hf.py --model PATH --text FILE
 
 Without --model: a small Llama with random weights, on bytes. With it: a local folder as written by
-save_pretrained, with its tokenizer. The model is not changed for the pipeline: it is wrapped, and
-`pipe.step(**batch)` stands in place of `model(**batch).loss.backward()`.
+save_pretrained, with its tokenizer; each rank reads its own stages from it and nothing else. The
+model is not changed for the pipeline: it is wrapped, and `pipe.step(**batch)` stands in place of
+`model(**batch).loss.backward()`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import zbpipe
 
@@ -35,10 +36,15 @@ def arguments() -> argparse.Namespace:
 
 
 def load(args: argparse.Namespace) -> tuple[torch.nn.Module, torch.Tensor]:
-    """The model, and the text as one row of tokens. The same on every rank."""
+    """The model, and the text as one row of tokens. The same on every rank.
+
+    A model that is read from a folder is on the meta device yet: it takes no memory.
+    """
     text = args.text.read_text(encoding="utf-8")
     if args.model:
-        model = AutoModelForCausalLM.from_pretrained(args.model)
+        config = AutoConfig.from_pretrained(args.model)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32)
         tokens = AutoTokenizer.from_pretrained(args.model)(text)["input_ids"]
         return model, torch.tensor(tokens)
     torch.manual_seed(0)
@@ -63,6 +69,8 @@ def main() -> None:
         raise SystemExit(f"--text has {len(tokens)} tokens: want more than {args.sequence}")
     model.train()
     pipe = zbpipe.wrap(model, microbatches=args.microbatches, schedule=args.schedule)
+    if args.model:
+        pipe.load(args.model)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=args.lr)
     first = not dist.is_initialized() or dist.get_rank() == 0
     generator = torch.Generator().manual_seed(0)

@@ -117,10 +117,11 @@ def test_the_example_under_torchrun(ranks, tmp_path) -> None:
     assert done.stdout.count("step ") >= 3
 
 
-def test_finetuning_a_hugging_face_model_under_torchrun(tmp_path) -> None:
+def finetuned(*options: str) -> list[float]:
+    """The losses of a run of the example on two ranks."""
     command = [BIN / "torchrun", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
     command += ["--rdzv-endpoint", "localhost:0", "examples/finetune_hf.py", "--steps", "5"]
-    command += ["--text", "README.md", "--sequence", "32", "--save", str(tmp_path / "model")]
+    command += ["--text", "README.md", "--sequence", "32", *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False
@@ -128,5 +129,17 @@ def test_finetuning_a_hugging_face_model_under_torchrun(tmp_path) -> None:
     assert done.returncode == 0, done.stderr
     losses = [float(found) for found in re.findall(r"loss (\d\.\d+)", done.stdout)]
     assert len(losses) == 5
+    return losses
+
+
+def test_finetuning_a_hugging_face_model_under_torchrun(tmp_path) -> None:
+    losses = finetuned("--save", str(tmp_path / "model"))
     assert losses[-1] < losses[0] - 0.3
     assert len(list((tmp_path / "model").glob("*.safetensors"))) == 2
+    # What was saved is a folder to go on from, once it has a tokenizer: here one of bytes.
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.ByT5Tokenizer(extra_ids=0)
+    tokenizer.save_pretrained(tmp_path / "model")
+    assert tokenizer("a")["input_ids"][0] == ord("a") + 3  # other bytes, so it starts over
+    again = finetuned("--model", str(tmp_path / "model"), "--lr", "1e-4")
+    assert again[-1] < again[0]

@@ -301,7 +301,11 @@ def test_timeline_and_summary() -> None:
         got = [span.action for span in timeline.compute(rank)]
         assert tuple(got) == fused(pipe.plan.schedule).rows[rank]
     text = pipe.summary()
-    assert "rank 0 → 1: local" in text and "zb_h1" in text and "100.0% of W is deferred" in text
+    assert (
+        "rank 0 → 1: local" in text
+        and "zb_h1" in text
+        and "100.0% of W's FLOPs are deferred" in text
+    )
 
 
 def test_dict_inputs_and_shared_entries() -> None:

@@ -43,7 +43,8 @@ class Taken:
             return Cut(cut(self.layers, self.sizes))
         stages = self.decoder.stage_layers(self.sizes)
         runners = [self.decoder.runner(self.sizes, i) for i in range(len(stages))]
-        return Cut(stages, runners, self.decoder.model, tied(stages))
+        everywhere = [module for _, module in self.decoder.before]
+        return Cut(stages, runners, self.decoder.model, everywhere, tied(stages))
 
     def alone(self, seed: int) -> list[Stage]:
         """Each layer as a stage of its own, to be measured."""

@@ -8,14 +8,19 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
+from ..model.load import INDEX
 from .world import World
 
-INDEX = "model.safetensors.index.json"
 
+def save(
+    world: World, state: dict[str, Any], directory: Path, whole: nn.Module | None = None
+) -> None:
+    """Write `state` of every process into `directory` (made if need be), and rank 0 the index.
 
-def save(world: World, state: dict[str, Any], directory: Path) -> None:
-    """Write `state` of every process into `directory` (made if need be), and rank 0 the index."""
+    With the configuration of `whole`, a Hugging Face model, so that from_pretrained can read it.
+    """
 
     def write() -> tuple[str, list[str], int]:
         directory.mkdir(parents=True, exist_ok=True)
@@ -34,5 +39,8 @@ def save(world: World, state: dict[str, Any], directory: Path) -> None:
             "metadata": {"total_size": sum(size for _, _, size in parts)},
             "weight_map": {key: name for name, keys, _ in parts for key in keys},
         }
+        for part in ("config", "generation_config"):
+            if (config := getattr(whole, part, None)) is not None:
+                config.save_pretrained(directory)
         (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
     world.gather(None)

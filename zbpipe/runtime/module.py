@@ -53,6 +53,13 @@ class StagedModule:
         """As nn.Module's, for this process's stages."""
         return self.train(False)
 
+    def generate(self, *_: Any, **__: Any) -> Any:
+        """Not a pipeline's work: raises ConfigError, which says what to do."""
+        raise ConfigError(
+            "generate() on a pipeline: each rank holds some of the layers only. With local_ranks "
+            "call the model's own generate(); else pipe.save(dir), and load the whole model from it"
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """Parameters and buffers of this process's stages, under the model's own names."""
         return {k: v for s in self._stages.values() for k, v in s.root.state_dict().items()}

@@ -15,6 +15,7 @@ from torch import nn
 from ..costs import Costs
 from ..errors import ConfigError, ZbpipeError
 from ..model.hf import unignored
+from ..model.load import load, on_meta
 from ..model.profile import untouched
 from ..model.stages import Layer
 from ..plan import Plan
@@ -29,6 +30,7 @@ from .module import StagedModule
 from .optimizer import clip_grad_norm
 from .rank import LossFn, Rank, Run, mismatch
 from .stage import Stage
+from .summary import summary
 from .world import World
 
 # Trial runs: the first counts memory and warms up, the others are timed.
@@ -56,13 +58,14 @@ class Settings:
 class Cut:
     """A model in stages: (name, module) of what each holds; how the stages run, if not in order.
 
-    `whole`: a model that keeps its own forward, and takes keyword arguments. `tied`: parameters
-    that the first and the last stage share.
+    `whole`: a model that keeps its own forward, and takes keyword arguments; `everywhere`: modules
+    of it that run on every stage. `tied`: parameters that the first and the last stage share.
     """
 
     stages: Sequence[Sequence[Layer]]
     runners: Sequence[Callable[[Any, Any], Any]] | None = None
     whole: nn.Module | None = None
+    everywhere: Sequence[nn.Module] = ()
     tied: Sequence[nn.Parameter] = ()
 
 
@@ -92,6 +95,7 @@ class Pipeline(StagedModule):
             if placement[index] in world.local
         }
         super().__init__(stages, cut.whole)
+        self._everywhere = cut.everywhere
         # Whether the tied parameters of the last stage are copies of those in another process.
         self._copies = placement[0] not in world.local
         self._crew: Crew | None = None
@@ -161,6 +165,10 @@ class Pipeline(StagedModule):
 
     def _prepare(self, mode: str, value: Any, target: Any) -> Run:
         settings = self._settings
+        if self._crew is None and (
+            name := next(on_meta(s.root for s in self._stages.values()), None)
+        ):
+            raise ConfigError(f"{name} is on the meta device: call load(path) before {mode}()")
         count = settings.microbatches
         size = batch.batch_size(value)
         batch.check_size(size, count)
@@ -300,25 +308,9 @@ class Pipeline(StagedModule):
         return Timeline(part.spans, part.ranks, memory, part.kind)
 
     def summary(self) -> str:
-        """Stages, what of their backward is split, transports, and the plan once there is one."""
-        lines = []
-        for index, layers in enumerate(self._layers):
-            where = "here" if index in self._stages else "on another rank"
-            names = f"{layers[0][0]} … {layers[-1][0]}" if len(layers) > 1 else layers[0][0]
-            lines.append(f"stage {index} ({where}): {len(layers)} layers, {names}")
-            if index not in self._stages:
-                continue
-            stage = self._stages[index]
-            report = stage.splitter.report()
-            count = sum(p.numel() for p in stage.parameters)
-            lines.append(f"  {count:,} parameters; {report.deferred_share:.1%} of W is deferred")
-            lines += [f"  not split: {name}: {reason}" for name, reason in report.not_split]
-        if self._crew is not None:
-            for (a, b), transport in sorted(self._crew.transports().items()):
-                lines.append(f"rank {a} → {b}: {transport}")
-        if self.plan is not None:
-            lines.append(self.plan.summary())
-        return "\n".join(lines)
+        """Each stage's layers, costs and split, transports, and the plan once there is one."""
+        transports = {} if self._crew is None else self._crew.transports()
+        return summary(self._layers, self._stages, self.plan, transports)
 
     # --- all ranks together -----------------------------------------------------------------------
 
@@ -333,8 +325,23 @@ class Pipeline(StagedModule):
         return clip_grad_norm(self._world, own, counted, max_norm, norm_type)
 
     def save(self, directory: str | Path) -> None:
-        """Write the whole model as safetensors, a file a rank and an index. A collective."""
-        save(self._world, self.state_dict(), Path(directory))
+        """Write the whole model as safetensors, a file a rank and an index. A collective.
+
+        `load` reads it, and from_pretrained, where it is a Hugging Face model.
+        """
+        save(self._world, self.state_dict(), Path(directory), self._whole)
+
+    def load(self, path: str | Path) -> None:
+        """Read this process's stages, and nothing else, from a checkpoint. A collective.
+
+        `path`: what `save`, or a Hugging Face model's save_pretrained, wrote: a folder, or a
+        safetensors file. A model on the meta device gets its memory here.
+        Raises ConfigError on every rank, before anything is changed, where entries are missing.
+        """
+        roots = [stage.root for stage in self._stages.values()]
+        self._world.agree(
+            lambda: load(Path(path), roots, self._whole, self._everywhere), "loading a checkpoint"
+        )
 
     def close(self) -> None:
         """Stop the executor's threads and give its memory back; happens at exit by itself."""

@@ -1,0 +1,58 @@
+"""What `pipe.summary()` says: each stage's layers, costs and split, transports, and the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from ..costs import Costs
+from ..model.stages import Layer
+from ..plan import Plan
+from .stage import Stage
+
+_SHOWN = 2  # modules of one kind that are named
+
+
+def summary(
+    layers: Sequence[Sequence[Layer]],
+    stages: Mapping[int, Stage],
+    plan: Plan | None,
+    transports: Mapping[tuple[int, int], str],
+) -> str:
+    """Text, a few lines a stage. `layers`: of all stages; `stages`: those of this process."""
+    lines: list[str] = []
+    costs = None if plan is None or plan.costs.source != "profiled" else plan.costs
+    for index, own in enumerate(layers):
+        where = "here" if index in stages else "on another rank"
+        names = f"{own[0][0]} … {own[-1][0]}" if len(own) > 1 else own[0][0]
+        lines.append(f"stage {index} ({where}): {len(own)} layers, {names}")
+        if costs is not None:
+            lines.append(f"  {_costs(costs, index)}")
+        if index in stages:
+            lines += [f"  {line}" for line in _split(stages[index])]
+    lines += [f"rank {a} → {b}: {name}" for (a, b), name in sorted(transports.items())]
+    if plan is not None:
+        lines.append(plan.summary())
+    return "\n".join(lines)
+
+
+def _costs(costs: Costs, stage: int) -> str:
+    times = (costs.forward[stage], costs.input_grad[stage], costs.weight_grad[stage])
+    f, i, w = (f"{1e3 * seconds:.2f}" for seconds in times)
+    act, stash = (f"{nbytes / 1e6:.2f}" for nbytes in (costs.act[stage], costs.stash[stage]))
+    return (
+        f"F {f} ms, I {i} ms, W {w} ms; act {act} MB, stash {stash} MB a microbatch, "
+        f"{costs.transient[stage] / 1e6:.2f} MB more while an action runs"
+    )
+
+
+def _split(stage: Stage) -> Iterator[str]:
+    """Parameters, the share of W that is deferred, and what is not, by reason."""
+    report = stage.splitter.report()
+    count = sum(parameter.numel() for parameter in stage.parameters)
+    yield f"{count:,} parameters; {report.deferred_share:.1%} of W's FLOPs are deferred"
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in report.not_split:
+        by_reason.setdefault(reason, []).append(name)
+    for reason, names in by_reason.items():
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        yield f"not split: {', '.join(names[:_SHOWN])}{more}: {reason}"
