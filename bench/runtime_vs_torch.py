@@ -20,26 +20,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import resource
 import statistics
 import sys
-import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import torch
-import torch.distributed as dist
 import transport
+from pairs import Row, fastest, machine, ratio, run, show, show_bars, take_turns
 from sides import (
     TORCH,
     TORCH_1F1B,
     ZBPIPE,
-    Side,
     Work,
-    largest_difference,
     torch_side,
     unsplit,
     zbpipe_side,
@@ -47,7 +38,6 @@ from sides import (
 from virtual_device import Sleeps, measure, worst
 
 from zbpipe.demo.gpt import GPT, GPTConfig
-from zbpipe.runtime.world import spawn
 
 BARS = {
     "ratio_vs_torch_1f1b": 0.92,
@@ -55,9 +45,6 @@ BARS = {
     "virtual_over_simulated": 1.04,
     "virtual_1mib_over_simulated": 1.06,
 }
-WARM_UP = 2  # steps of each side before the first round: shapes, slots, allocators
-
-Row = dict[str, Any]
 
 
 def real(rank: int, work: Work, steps: int, rounds: int, out: str) -> None:
@@ -65,46 +52,9 @@ def real(rank: int, work: Work, steps: int, rounds: int, out: str) -> None:
     ours, theirs = GPT(work.config), GPT(work.config)
     sides = {n: zbpipe_side(n, work, ours) for n in ZBPIPE}
     sides |= {n: torch_side(n, work, theirs, rank) for n in TORCH}
-    expected = unsplit(work)
-    names = list(sides)
-    rows: dict[str, Row] = {name: {"step_s": [], "cpu_s": [], "faults": []} for name in names}
-    for name, side in sides.items():
-        for _ in range(WARM_UP):
-            side.step()
-        difference = largest_difference(side.grads(), expected)
-        rows[name]["grad_max_diff"] = max(_everyone(difference))
-    for index in range(rounds):
-        first = index * len(names) // rounds
-        for name in names[first:] + names[:first]:
-            for key, value in _block(sides[name], steps).items():
-                rows[name][key].append(value)
-    for side in sides.values():
-        side.close()
+    rows = take_turns(sides, unsplit(work), steps, rounds)
     if rank == 0:
         Path(out).write_text(json.dumps(rows))
-
-
-def _block(side: Side, steps: int) -> Row:
-    """Per step: seconds from the common start to the last end; CPU seconds and faults of a rank."""
-    dist.barrier()
-    start, used = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF)
-    for _ in range(steps):
-        side.step()
-    end, after = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF)
-    cpu = after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime
-    faults = after.ru_minflt - used.ru_minflt
-    starts, ends, cpus, all_faults = zip(*_everyone((start, end, cpu, faults)), strict=True)
-    return {
-        "step_s": (max(ends) - min(starts)) / steps,
-        "cpu_s": sum(cpus) / steps,
-        "faults": sum(all_faults) / steps,
-    }
-
-
-def _everyone(value: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
 
 
 def sleeping(rank: int, sleeps: Sleeps, out: str) -> None:
@@ -119,46 +69,15 @@ def carrying(rank: int, repeats: int, out: str) -> None:
     transport.measure(rank, out, repeats)
 
 
-def run(fn: Callable[..., None], ranks: int, *args: Any) -> Any:
-    """`fn(rank, *args, out)` in spawned processes; what rank 0 wrote to `out`."""
-    with tempfile.TemporaryDirectory() as directory:
-        out = Path(directory) / "rows.json"
-        context = spawn(fn, ranks, (*args, str(out)))
-        while not context.join():
-            pass
-        return json.loads(out.read_text())
-
-
 def compare(rows: dict[str, Row]) -> Row:
     """The two ratios: the fastest by its median, then the median of the rounds' own ratios."""
-    medians = {name: statistics.median(row["step_s"]) for name, row in rows.items()}
-    best = min(ZBPIPE, key=medians.__getitem__)
-    best_torch = min(TORCH, key=medians.__getitem__)
+    best, best_torch = fastest(rows, ZBPIPE), fastest(rows, TORCH)
     return {
-        "ratio_vs_torch_1f1b": _ratio(rows[best], rows[TORCH_1F1B]),
-        "ratio_vs_torch_best": _ratio(rows[best], rows[best_torch]),
+        "ratio_vs_torch_1f1b": ratio(rows[best], rows[TORCH_1F1B]),
+        "ratio_vs_torch_best": ratio(rows[best], rows[best_torch]),
         "best": best,
         "torch_best": best_torch,
     }
-
-
-def _ratio(ours: Row, theirs: Row) -> float:
-    pairs = zip(ours["step_s"], theirs["step_s"], strict=True)
-    return statistics.median(a / b for a, b in pairs)
-
-
-def show_real(rows: dict[str, Row], found: Row) -> None:
-    print(f"{'':22}{'s/step':>8}{'least':>8}{'most':>8}{'÷ torch 1f1b':>14}", end="")
-    print(f"{'cpu s':>8}{'faults':>8}{'grad diff':>11}")
-    for name, row in rows.items():
-        times = row["step_s"]
-        median = statistics.median(times)
-        print(f"{name:22}{median:8.4f}{min(times):8.4f}{max(times):8.4f}", end="")
-        print(
-            f"{_ratio(row, rows[TORCH_1F1B]):14.3f}{statistics.median(row['cpu_s']):8.3f}", end=""
-        )
-        print(f"{statistics.median(row['faults']):8.0f}{row['grad_max_diff']:11.1e}")
-    print(f"best: {found['best']} against {found['torch_best']}")
 
 
 def show_virtual(rows: dict[str, Row]) -> None:
@@ -177,24 +96,6 @@ def show_transport(rows: dict[str, list[float]]) -> None:
     print(f"\n{'transport':22}{'median':>10}{'least':>10}{'most':>10}")
     for name, values in rows.items():
         print(f"{name:22}{statistics.median(values):10.2f}{min(values):10.2f}{max(values):10.2f}")
-
-
-def show_bars(result: Row) -> None:
-    print()
-    for key, bar in BARS.items():
-        missed = "" if result[key] <= bar else "  MISSED"
-        print(f"{key:30}{result[key]:8.3f}   bar {bar}{missed}")
-
-
-def machine() -> Row:
-    """What the numbers were measured on, and how busy it was when they began."""
-    return {
-        "cores": os.cpu_count(),
-        "load_before": os.getloadavg()[0],
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "system": f"{platform.system()} {platform.machine()}",
-    }
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -217,7 +118,8 @@ def main() -> int:
     about = machine()
     rows = run(real, args.ranks, Work(config, m, samples, args.ranks), steps, rounds)
     found = compare(rows)
-    show_real(rows, found)
+    show(rows, TORCH_1F1B)
+    print(f"best: {found['best']} against {found['torch_best']}")
     virtual = run(sleeping, sleeps.ranks, sleeps)
     show_virtual(virtual)
     carried = run(carrying, 2, repeats)
@@ -228,7 +130,7 @@ def main() -> int:
         "virtual_over_simulated": worst(virtual, with_bytes=False),
         "virtual_1mib_over_simulated": worst(virtual, with_bytes=True),
     }
-    show_bars(result)
+    show_bars(result, BARS)
     result |= {"real": {**found, "rows": rows}, "virtual": virtual, "transport": carried}
     result["machine"] = {**about, "load_after": os.getloadavg()[0]}
     if args.json:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from pairs import Side, quiet
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
@@ -62,15 +59,6 @@ class Work:
         return list(partition([0.0] + [1.0] * self.config.layers + [0.0], count))
 
 
-@dataclass
-class Side:
-    """One schedule of one runtime on this rank."""
-
-    step: Callable[[], None]  # zero_grad, forward and backward of one global batch
-    grads: Callable[[], dict[str, Tensor]]  # of the own stages, under the model's names
-    close: Callable[[], None] = lambda: None
-
-
 def unsplit(work: Work) -> dict[str, Tensor]:
     """Gradients of the batch through the whole model in one process."""
     model = GPT(work.config)
@@ -119,7 +107,7 @@ def torch_side(name: str, work: Work, model: GPT, rank: int) -> Side:
     parts = {index: model[ends[index] : ends[index + 1]] for index in own}
     device = torch.device("cpu")
     stages = [PipelineStage(parts[index], index, count, device) for index in own]
-    with _quiet():
+    with quiet():
         schedule = getattr(schedules, kind)(
             stages[0] if "Interleaved" not in kind and chunks == 1 else stages,
             n_microbatches=work.microbatches,
@@ -145,22 +133,3 @@ def torch_side(name: str, work: Work, model: GPT, rank: int) -> Side:
 
 def _grads(module: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Some of torch's schedules print and warn while they are made."""
-    logging.disable(logging.WARNING)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        logging.disable(logging.NOTSET)
-
-
-def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Of gradients to those of the unsplit model, relative to each tensor's maximum."""
-    return max(
-        float((grad - expected[name]).abs().max() / expected[name].abs().max())
-        for name, grad in found.items()
-    )

@@ -14,6 +14,7 @@ BENCH = Path(__file__).parents[2] / "bench"
 
 # Arguments of a small run, and keys of its JSON that hold a number.
 SMALL = {
+    "hf_vs_torch": (["--quick"], ["ratio_vs_torch_1f1b"]),
     "runtime_vs_torch": (
         ["--quick"],
         [
@@ -64,10 +65,11 @@ def test_the_promised_figures_are_there(written, name):
     assert all(isinstance(f, float) and math.isfinite(f) for f in figures.values()), figures
 
 
-def test_both_runtimes_compute_the_unsplit_models_gradients(written):
-    differences = {
-        k: r["grad_max_diff"] for k, r in written("runtime_vs_torch")["real"]["rows"].items()
-    }
+@pytest.mark.parametrize("name", ["runtime_vs_torch", "hf_vs_torch"])
+def test_both_runtimes_compute_the_unsplit_models_gradients(written, name):
+    result = written(name)
+    rows = result.get("real", result)["rows"]
+    differences = {k: r["grad_max_diff"] for k, r in rows.items()}
     assert {name.split()[0] for name in differences} == {"zbpipe", "torch"}
     assert max(differences.values()) < 1e-5  # fp32 noise: 3e-7 was seen
 
