@@ -140,7 +140,8 @@ def test_the_model_stays_itself() -> None:
     assert not any("forward" in module.__dict__ for module in model.modules())
     assert model.generate(inputs["input_ids"][:1, :4], max_new_tokens=2).shape == (1, 6)
     copy.deepcopy(model)
-    assert "not split" in pipe.summary()
+    text = pipe.summary()
+    assert "not split" in text and "stage 0 (here): 2 layers, transformer.wte … " in text
 
 
 def test_dropout_is_off_in_evaluation_everywhere() -> None:

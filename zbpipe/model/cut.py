@@ -40,11 +40,11 @@ class Taken:
     def cut(self) -> Cut:
         """The stages. Raises ConfigError where two of them share what they cannot share."""
         if self.decoder is None:
-            return Cut(cut(self.layers, self.sizes))
+            return Cut(cut(self.layers, self.sizes), self.sizes)
         stages = self.decoder.stage_layers(self.sizes)
         runners = [self.decoder.runner(self.sizes, i) for i in range(len(stages))]
         everywhere = [module for _, module in self.decoder.before]
-        return Cut(stages, runners, self.decoder.model, everywhere, tied(stages))
+        return Cut(stages, self.sizes, runners, self.decoder.model, everywhere, tied(stages))
 
     def alone(self, seed: int) -> list[Stage]:
         """Each layer as a stage of its own, to be measured."""

@@ -58,11 +58,13 @@ class Settings:
 class Cut:
     """A model in stages: (name, module) of what each holds; how the stages run, if not in order.
 
+    `sizes`: how many layers each stage has, without what stands before and after all of them.
     `whole`: a model that keeps its own forward, and takes keyword arguments; `everywhere`: modules
     of it that run on every stage. `tied`: parameters that the first and the last stage share.
     """
 
     stages: Sequence[Sequence[Layer]]
+    sizes: Sequence[int]
     runners: Sequence[Callable[[Any, Any], Any]] | None = None
     whole: nn.Module | None = None
     everywhere: Sequence[nn.Module] = ()
@@ -95,7 +97,7 @@ class Pipeline(StagedModule):
             if placement[index] in world.local
         }
         super().__init__(stages, cut.whole)
-        self._everywhere = cut.everywhere
+        self._sizes, self._everywhere = cut.sizes, cut.everywhere
         # Whether the tied parameters of the last stage are copies of those in another process.
         self._copies = placement[0] not in world.local
         self._crew: Crew | None = None
@@ -310,7 +312,7 @@ class Pipeline(StagedModule):
     def summary(self) -> str:
         """Each stage's layers, costs and split, transports, and the plan once there is one."""
         transports = {} if self._crew is None else self._crew.transports()
-        return summary(self._layers, self._stages, self.plan, transports)
+        return summary(self._layers, self._sizes, self._stages, self.plan, transports)
 
     # --- all ranks together -----------------------------------------------------------------------
 

@@ -14,17 +14,21 @@ _SHOWN = 2  # modules of one kind that are named
 
 def summary(
     layers: Sequence[Sequence[Layer]],
+    sizes: Sequence[int],
     stages: Mapping[int, Stage],
     plan: Plan | None,
     transports: Mapping[tuple[int, int], str],
 ) -> str:
-    """Text, a few lines a stage. `layers`: of all stages; `stages`: those of this process."""
+    """Text, a few lines a stage. `layers`: what each stage holds; `stages`: those of this process.
+
+    `sizes`: the number of layers of each stage, without what stands before and after all of them.
+    """
     lines: list[str] = []
     costs = None if plan is None or plan.costs.source != "profiled" else plan.costs
     for index, own in enumerate(layers):
         where = "here" if index in stages else "on another rank"
         names = f"{own[0][0]} … {own[-1][0]}" if len(own) > 1 else own[0][0]
-        lines.append(f"stage {index} ({where}): {len(own)} layers, {names}")
+        lines.append(f"stage {index} ({where}): {sizes[index]} layers, {names}")
         if costs is not None:
             lines.append(f"  {_costs(costs, index)}")
         if index in stages:
