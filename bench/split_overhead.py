@@ -4,6 +4,9 @@ Pairs in turn (A B A B …), one thread, so that drift of the machine falls on b
 the same microbatch and accumulate into `.grad` that is already there, as every microbatch but the
 first does. The overhead is the median over pairs of (I + W) ÷ plain, minus 1.
 
+A third side defers the norms' weight gradients too; `norms` says what that does to I, to I + W and
+to the stash, which is why `Splitter` leaves norms in I unless asked.
+
     python bench/split_overhead.py --pairs 30 --json overhead.json
 """
 
@@ -54,22 +57,32 @@ def split(
     return {"F": forward - start, "I": backward - forward, "W": end - backward}
 
 
-def measure(args: argparse.Namespace) -> list[tuple[Times, Times]]:
-    """`args.pairs` pairs of (plain, split), after three that warm up."""
+def stash(block: nn.Module, splitter: Splitter, x: Tensor, dY: Tensor) -> int:
+    """Bytes that one microbatch holds from I until W."""
+    entry = Deferred()
+    with splitter.active(entry):
+        block(x.requires_grad_()).backward(dY)
+    return sum(storage.nbytes() for storage in entry.storages())
+
+
+def measure(args: argparse.Namespace) -> tuple[list[tuple[Times, Times, Times]], list[int]]:
+    """`args.pairs` triples of (plain, split, split with norms), after three that warm up.
+
+    And the stash in bytes of the two split sides.
+    """
     torch.manual_seed(0)
     config = GPTConfig(hidden=args.hidden, heads=8, sequence=args.sequence)
     block = Block(config)
-    twin = copy.deepcopy(block)
-    splitter = Splitter(twin)
+    sides = [(twin := copy.deepcopy(block), Splitter(twin, norms=on)) for on in (False, True)]
     shape = (args.batch, args.sequence, args.hidden)
     x, dY = torch.randn(shape), torch.randn(shape)
     now = CLOCKS[args.clock]
     pairs = []
     for _ in range(args.pairs + 3):
         a = plain(block, x.clone(), dY, now)
-        b = split(twin, splitter, x.clone(), dY, now)
-        pairs.append((a, b))
-    return pairs[3:]
+        b, c = (split(*side, x.clone(), dY, now) for side in sides)
+        pairs.append((a, b, c))
+    return pairs[3:], [stash(*side, x.clone(), dY) for side in sides]
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -78,20 +91,29 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": middle, "q1": low, "q3": high}
 
 
-def summarise(pairs: list[tuple[Times, Times]]) -> dict[str, object]:
+def norms(pairs: list[tuple[Times, Times, Times]], stashes: list[int]) -> dict[str, object]:
+    """What deferring the norms' weight gradients changes, against leaving them in I."""
+    return {
+        "i_change": spread([c["I"] / b["I"] - 1 for _, b, c in pairs]),
+        "iw_change": spread([(c["I"] + c["W"]) / (b["I"] + b["W"]) - 1 for _, b, c in pairs]),
+        "stash_mib": {"in_i": stashes[0] / 2**20, "deferred": stashes[1] / 2**20},
+    }
+
+
+def summarise(pairs: list[tuple[Times, Times, Times]]) -> dict[str, object]:
     """Milliseconds and ratios, medians and spread over the pairs."""
-    fused = [1e3 * a["B"] for a, _ in pairs]
-    iw = [1e3 * (b["I"] + b["W"]) for _, b in pairs]
+    fused = [1e3 * a["B"] for a, _, _ in pairs]
+    iw = [1e3 * (b["I"] + b["W"]) for _, b, _ in pairs]
     overhead = [b / a - 1 for a, b in zip(fused, iw, strict=True)]
-    forward = [b["F"] / a["F"] - 1 for a, b in pairs]
+    forward = [b["F"] / a["F"] - 1 for a, b, _ in pairs]
     return {
         "fused_ms": statistics.median(fused),
         "iw_ms": statistics.median(iw),
         "overhead": statistics.median(overhead),
         "spread": {
             "fused_ms": spread(fused),
-            "i_ms": spread([1e3 * b["I"] for _, b in pairs]),
-            "w_ms": spread([1e3 * b["W"] for _, b in pairs]),
+            "i_ms": spread([1e3 * b["I"] for _, b, _ in pairs]),
+            "w_ms": spread([1e3 * b["W"] for _, b, _ in pairs]),
             "overhead": spread(overhead),
             "forward_overhead": spread(forward),
         },
@@ -111,8 +133,10 @@ def main() -> int:
     if args.pairs < 10:
         parser.error(f"--pairs {args.pairs}: at least 10, or the medians say little")
     torch.set_num_threads(1)
+    pairs, stashes = measure(args)
     result = {
-        **summarise(measure(args)),
+        **summarise(pairs),
+        "norms": norms(pairs, stashes),
         "pairs": args.pairs,
         "clock": args.clock,
         "shape": {"hidden": args.hidden, "sequence": args.sequence, "batch": args.batch},

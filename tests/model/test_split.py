@@ -218,7 +218,7 @@ class Quiet(nn.Linear):
 
 class Loud(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        return 2 * super().forward(x)
+        return x @ self.weight.abs().t() + self.bias
 
 
 def test_which_modules_have_a_rule() -> None:
@@ -239,9 +239,8 @@ def test_which_modules_have_a_rule() -> None:
         }
     )
     left = kept_in_i(Splitter(stage))
-    assert left.pop("loud") == "no rule for Loud"
-    assert left.pop("norm") == "no rule for LayerNorm"
-    assert left.pop("conv") == "no rule for Conv1d"
+    assert left.pop("loud").startswith("no rule for Loud: its forward uses its parameters")
+    assert "by choice" in left.pop("norm")
     assert left.pop("sparse") == "sparse is set"
     assert left.pop("max_norm") == "max_norm is set"
     assert left.pop("scaled") == "scale_grad_by_freq is set"

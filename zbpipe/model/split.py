@@ -7,13 +7,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import nn
 from torch.nn import Parameter
 
 from zbpipe.errors import ZbpipeError
-from zbpipe.model.rules import Deferred, Rule, SplitForward, rule_for
+from zbpipe.model.rules import Deferred
+from zbpipe.model.rules.choose import Rule, SplitForward, rule_for
 
-__all__ = ["Deferred", "SplitReport", "Splitter", "fire_hooks", "mute_hooks"]
+__all__ = ["Deferred", "SplitReport", "Splitter", "fire_hooks", "mute_hooks", "wide_gradients"]
+
+
+# A module with its class and the names, shapes and dtypes of its parameters.
+_Kind = tuple[nn.Module, type[nn.Module], tuple[tuple[str, tuple[int, ...], torch.dtype], ...]]
 
 
 class _Site(NamedTuple):
@@ -25,13 +31,18 @@ class _Site(NamedTuple):
     rule: Rule | None
     reason: str
 
+    @property
+    def share(self) -> float:
+        """What part of the parameters a token uses."""
+        return self.rule.share if self.rule else 1.0
+
 
 @dataclass(frozen=True)
 class SplitReport:
     """What of a stage's weight gradients is deferred to W.
 
-    FLOPs are a proxy: 2 per trainable parameter and token for each module that uses it, none for
-    embeddings, whose weight gradient is a scatter.
+    FLOPs are a proxy: 2 per trainable parameter and token for each module that uses it, of experts
+    those that a token is sent to; none for embeddings, whose weight gradient is a scatter.
 
     Attributes:
         deferred_flops: proxy FLOPs a token of the weight gradients that W computes.
@@ -68,8 +79,12 @@ class Splitter:
         entry.run()                                 # W
     """
 
-    def __init__(self, stage: nn.Module, excluded: Collection[Parameter] = ()) -> None:
+    def __init__(
+        self, stage: nn.Module, excluded: Collection[Parameter] = (), norms: bool = False
+    ) -> None:
         self._stage = stage
+        self._norms = norms
+        self._rules: dict[_Kind, Rule | str] = {}
         self._excluded = {id(p): p for p in excluded}
         self._active = False
         self._decide()
@@ -111,6 +126,7 @@ class Splitter:
         for site in self._sites:
             trainable = [p for p in site.parameters.values() if p.requires_grad]
             flops = 0.0 if isinstance(site.module, nn.Embedding) else _flops(trainable)
+            flops *= site.share
             total += flops
             reason = self._reasons.get(id(site.module))
             if reason is None:
@@ -120,7 +136,7 @@ class Splitter:
         return SplitReport(deferred, total, tuple(left))
 
     def _decide(self) -> None:
-        self._sites = _survey(self._stage)
+        self._sites = self._survey()
         own = {id(s.module): reason for s in self._sites if (reason := self._own_reason(s))}
         self._reasons = _close_over_shared(self._sites, own)
         self._split = [s for s in self._sites if id(s.module) not in self._reasons]
@@ -130,6 +146,29 @@ class Splitter:
             for s in self._sites
             if s.rule
         )
+
+    def _survey(self) -> list[_Site]:
+        """Every module of the stage that owns parameters, in the order of `named_modules`."""
+        opaque: dict[int, str] = {}
+        sites = []
+        for name, module in self._stage.named_modules():
+            inherited = opaque.get(id(module)) or _opaque(module)
+            if inherited:
+                opaque.update((id(child), inherited) for child in module.modules())
+            parameters = {n: p for n, p in module._parameters.items() if p is not None}
+            if parameters:
+                found = inherited or _unfit(parameters) or self._rule_for(module, parameters)
+                rule, reason = (None, found) if isinstance(found, str) else (found, "")
+                sites.append(_Site(name or type(module).__name__, module, parameters, rule, reason))
+        return sites
+
+    def _rule_for(self, module: nn.Module, parameters: dict[str, Parameter]) -> Rule | str:
+        """As `rule_for`, which may have to try the module's forward: once is enough."""
+        shapes = tuple((n, tuple(p.shape), p.dtype) for n, p in parameters.items())
+        kind = (module, type(module), shapes)
+        if kind not in self._rules:
+            self._rules[kind] = rule_for(module, self._norms)
+        return self._rules[kind]
 
     def _is_stale(self) -> bool:
         """Whether hooks, patches or replaced parameters came or went since `_decide`."""
@@ -177,22 +216,6 @@ def _close_over_shared(sites: list[_Site], own: dict[int, str]) -> dict[int, str
     return reasons
 
 
-def _survey(stage: nn.Module) -> list[_Site]:
-    """Every module of the stage that owns parameters, in the order of `named_modules`."""
-    opaque: dict[int, str] = {}
-    sites = []
-    for name, module in stage.named_modules():
-        inherited = opaque.get(id(module)) or _opaque(module)
-        if inherited:
-            opaque.update((id(child), inherited) for child in module.modules())
-        parameters = {n: p for n, p in module._parameters.items() if p is not None}
-        if parameters:
-            found = inherited or _unfit(parameters) or rule_for(module)
-            rule, reason = (None, found) if isinstance(found, str) else (found, "")
-            sites.append(_Site(name or type(module).__name__, module, parameters, rule, reason))
-    return sites
-
-
 def _opaque(module: nn.Module) -> str:
     """Why the modules inside this one do not run by their own `forward`, "" if they do."""
     if isinstance(module, nn.MultiheadAttention):
@@ -204,15 +227,18 @@ def _opaque(module: nn.Module) -> str:
 
 def _unfit(parameters: dict[str, Parameter]) -> str:
     """Why these parameters fit no rule, "" if they do."""
-    if "weight" not in parameters:
-        return "weight is not a parameter of its own (parametrized, or computed)"
     for name, parameter in parameters.items():
-        if name not in ("weight", "bias"):
-            return f"{name} is a parameter no rule knows"
         if type(parameter) is not Parameter:
             return f"{name} is a {type(parameter).__name__}"
         if not parameter.is_floating_point():
             return f"{name} is {parameter.dtype}"
+    if any(p.dim() == 3 for p in parameters.values()):
+        return ""  # experts have names of their own
+    if "weight" not in parameters:
+        return "weight is not a parameter of its own (parametrized, or computed)"
+    for name in parameters:
+        if name not in ("weight", "bias"):
+            return f"{name} is a parameter no rule knows"
     return ""
 
 
@@ -260,8 +286,47 @@ def fire_hooks(parameters: Iterable[Parameter]) -> None:
 
     To be called once a step, after the parameters' last W. Where gradients of an earlier step may
     still lie in `.grad`, pass only the parameters `touched` in this one (`Deferred`, `mute_hooks`).
+    A parameter with a `.main_grad` counts as having a gradient.
     """
     for parameter in parameters:
-        if parameter.grad is not None:
+        if parameter.grad is not None or getattr(parameter, "main_grad", None) is not None:
             for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
                 hook(parameter)
+
+
+@contextmanager
+def wide_gradients(
+    parameters: Iterable[Parameter], dtype: torch.dtype = torch.float32
+) -> Iterator[None]:
+    """Sum the gradients of low-precision parameters in `dtype` inside; used around a whole step.
+
+    Inside, `.grad` of each parameter with fewer bits has this dtype: W adds products that were
+    summed in it, and autograd what it makes itself in I. On leaving, `.grad` is rounded to the
+    parameter's dtype, once a step instead of once a microbatch. That is the form that torch's
+    optimizers take: AdamW refuses a gradient of another dtype than its parameter's.
+
+    Whoever keeps fp32 gradients of their own (a fp32 master copy of the weights) gives parameters a
+    `.main_grad` tensor instead: W adds to it and leaves `.grad` None. What autograd makes itself,
+    for parameters that are not split, goes to `.grad` even then.
+
+    Raises ZbpipeError where torch cannot give a gradient another dtype (before torch 2.9).
+    """
+    if not hasattr(Parameter, "grad_dtype"):
+        raise ZbpipeError(
+            f"wide_gradients needs Tensor.grad_dtype, which torch {torch.__version__} lacks: "
+            "install torch ≥ 2.9, or give the parameters a .main_grad of fp32 zeros"
+        )
+    narrow = [p for p in parameters if p.is_floating_point() and p.dtype.itemsize < dtype.itemsize]
+    for parameter in narrow:
+        _set_grad_dtype(parameter, dtype)
+    try:
+        yield
+    finally:
+        for parameter in narrow:
+            _set_grad_dtype(parameter, parameter.dtype)
+
+
+def _set_grad_dtype(parameter: Parameter, dtype: torch.dtype) -> None:
+    grad, parameter.grad = parameter.grad, None
+    parameter.grad_dtype = dtype
+    parameter.grad = None if grad is None else grad.to(dtype)

@@ -1,0 +1,129 @@
+"""How W adds to a gradient: in place, in the gradient's own dtype and layout."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+
+class View(NamedTuple):
+    """A part of a parameter as a strided view of it; `offset` is relative to the parameter."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, part: Tensor, parameter: Parameter) -> View:
+        """Where `part`, a view of the parameter, lies in it."""
+        offset = int(part.storage_offset()) - int(parameter.storage_offset())
+        return cls(tuple(part.size()), tuple(part.stride()), offset)
+
+    def on(self, whole: Tensor) -> Tensor:
+        """The same part of a tensor that is laid out as the parameter is."""
+        return whole.as_strided(self.size, self.stride, whole.storage_offset() + self.offset)
+
+    def transposed(self) -> View:
+        """The view with its last two dimensions exchanged."""
+        size, stride = list(self.size), list(self.stride)
+        size[-2:], stride[-2:] = size[:-3:-1], stride[:-3:-1]
+        return View(tuple(size), tuple(stride), self.offset)
+
+
+def gradient_dtype(parameter: Parameter) -> torch.dtype | None:
+    """The dtype `.grad` must have; None means any (torch ≥ 2.9 lets users choose it)."""
+    dtype: torch.dtype | None = getattr(parameter, "grad_dtype", parameter.dtype)
+    return dtype
+
+
+def gradient(parameter: Parameter) -> Tensor | None:
+    """The tensor that W adds to: `.main_grad` if the parameter has one, else `.grad`, dense.
+
+    A sparse `.grad` (a functional sparse embedding made it) becomes dense.
+    """
+    main: Tensor | None = getattr(parameter, "main_grad", None)
+    if main is not None:
+        return main
+    grad = parameter.grad
+    if grad is not None and grad.layout != torch.strided:
+        grad = parameter.grad = grad.to_dense()
+    return grad
+
+
+def sum_dtype(parameter: Parameter, operand: Tensor) -> torch.dtype:
+    """The dtype to compute this parameter's gradient in, from operands of `operand.dtype`.
+
+    The operands' own, as autograd does, unless a low-precision parameter has a wider gradient: then
+    the gradient's, so that a microbatch's part is not rounded before it is added.
+    """
+    if parameter.dtype != operand.dtype:
+        return operand.dtype  # autocast
+    main: Tensor | None = getattr(parameter, "main_grad", None)
+    wanted = gradient_dtype(parameter) if main is None else main.dtype
+    return torch.promote_types(wanted or operand.dtype, operand.dtype)
+
+
+def assign(parameter: Parameter, fresh: Tensor) -> None:
+    """Make `fresh`, which nobody else holds, the `.grad`, laid out as autograd would."""
+    fresh = fresh.to(gradient_dtype(parameter) or fresh.dtype)
+    if not parameter.is_contiguous():
+        # AccumulateGrad gives a dense parameter's gradient the parameter's own strides.
+        fresh = torch.empty_like(parameter, dtype=fresh.dtype).copy_(fresh)
+    parameter.grad = fresh
+
+
+def zeros_or(parameter: Parameter) -> Tensor:
+    """The parameter's gradient, made of zeros if there is none yet."""
+    grad = gradient(parameter)
+    if grad is None:
+        dtype = gradient_dtype(parameter) or parameter.dtype
+        grad = parameter.grad = torch.zeros_like(parameter, dtype=dtype)
+    return grad
+
+
+def add(parameter: Parameter, fresh: Tensor) -> None:
+    """gradient += fresh, of the parameter's shape."""
+    grad = gradient(parameter)
+    if grad is None:
+        assign(parameter, fresh)
+    else:
+        grad.add_(fresh)
+
+
+def add_sum(parameter: Parameter, dY: Tensor) -> None:
+    """gradient += the column sums of dY (rows, n)."""
+    add(parameter, dY.sum(0, dtype=sum_dtype(parameter, dY)))
+
+
+def add_product(parameter: Parameter, left: Tensor, right: Tensor) -> None:
+    """gradient += left @ right, in one kernel where the dtypes allow it."""
+    dtype = sum_dtype(parameter, left)
+    left, right = left.to(dtype), right.to(dtype)
+    grad = gradient(parameter)
+    if grad is None:
+        assign(parameter, left.mm(right))
+    elif grad.dtype == dtype:
+        grad.addmm_(left, right)
+    else:
+        grad.add_(left.mm(right))
+
+
+def add_product_to(parameter: Parameter, view: View, left: Tensor, right: Tensor) -> None:
+    """gradient[view] += left @ right, without touching the rest."""
+    dtype = sum_dtype(parameter, left)
+    left, right = left.to(dtype), right.to(dtype)
+    grad = zeros_or(parameter)
+    if grad.stride() != parameter.stride():
+        # A gradient that a user laid out in another way: the view's numbers mean nothing there.
+        whole = torch.zeros_like(parameter, dtype=dtype)
+        view.on(whole).addmm_(left, right)
+        grad.add_(whole)
+        return
+    part = view.on(grad)
+    if part.dtype == dtype:
+        part.addmm_(left, right)
+    else:
+        part.add_(left.mm(right))

@@ -1,0 +1,108 @@
+"""nn.Linear and Conv1D: I makes dX and keeps (X, dY); W adds dYᵀX."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Parameter
+
+from .accumulate import add_product, add_sum
+from .deferred import Deferred, Record
+from .engine import autocast_dtype, autocast_off, cast, due, rows
+
+
+class Linear(torch.autograd.Function):
+    """y (..., out) = x Wᵀ + b, W (out, in), or x W + b, W (in, out), `transposed`; x (..., in)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Parameter,
+        bias: Parameter | None,
+        entry: Deferred,
+        transposed: bool,
+        dtype: torch.dtype | None,
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.entry, ctx.transposed, ctx.dtype = entry, transposed, dtype
+        # Unpacked tensors may be copies (saved_tensors_hooks); .grad belongs to these two.
+        ctx.weight, ctx.bias = weight, bias
+        ctx.shape = x.shape
+        needed = ctx.needs_input_grad
+        ctx.save_for_backward(x if needed[1] else None, weight if needed[0] else None)
+        w, b = cast(weight, dtype), None if bias is None else cast(bias, dtype)
+        if not transposed:
+            y = F.linear(x, w, b)
+        else:
+            y = rows(x).mm(w) if b is None else torch.addmm(b, rows(x), w)
+            y = y.view(*x.shape[:-1], y.shape[1])
+        # Autograd refuses in-place operations on a view that a Function returns. `data` is none;
+        # a view made outside would be one more node to run in every backward.
+        return y.data
+
+    @staticmethod
+    def backward(ctx: Any, dY: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dY is None:
+            return (None,) * 6
+        with autocast_off(dY.device.type):
+            return _backward(ctx, rows(dY))
+
+
+def _backward(ctx: Any, dY: Tensor) -> tuple[Tensor | None, ...]:
+    """dX now, the weights' part into the entry; dY (rows, out)."""
+    X, weight = ctx.saved_tensors
+    dX = None
+    if weight is not None:
+        w = cast(weight, ctx.dtype)
+        dX = dY.mm(w.t() if ctx.transposed else w).view(ctx.shape)
+    wanted = due(ctx, 1, 2 if ctx.bias is None else 3)
+    if wanted is None:
+        return dX, *_by_autograd(ctx, X, dY), None, None, None
+    weight = ctx.weight if wanted[0] else None
+    bias = ctx.bias if wanted[-1] and len(wanted) == 2 else None
+    parameters = tuple([p for p in (weight, bias) if p is not None])
+    if parameters:
+        # Detached, or the entry would hold the graph that holds the entry. A bias alone needs no X.
+        X = dY if X is None or weight is None else X.detach()
+        rule = partial(_weights, weight, bias, ctx.transposed)
+        ctx.entry.add(Record(rule, parameters, X, dY))
+    return dX, None, None, None, None, None
+
+
+def _weights(
+    weight: Parameter | None, bias: Parameter | None, transposed: bool, X: Tensor, dY: Tensor
+) -> None:
+    """dW += dYᵀX, (out, in), or XᵀdY, (in, out), when `transposed`; db += the column sums of dY."""
+    if weight is not None:
+        X = rows(X)
+        if transposed:
+            add_product(weight, X.t(), dY)
+        else:
+            add_product(weight, dY.t(), X)
+    if bias is not None:
+        add_sum(bias, dY)
+
+
+def _by_autograd(ctx: Any, X: Tensor | None, dY: Tensor) -> tuple[Tensor | None, ...]:
+    dW = db = None
+    if ctx.needs_input_grad[1]:
+        assert X is not None
+        dW = rows(X).t().mm(dY) if ctx.transposed else dY.t().mm(rows(X))
+        dW = dW.to(ctx.weight.dtype)
+    if ctx.needs_input_grad[2]:
+        db = dY.sum(0).to(ctx.bias.dtype)
+    return dW, db
+
+
+def linear(module: Any, entry: Deferred, x: Tensor, transposed: bool = False) -> Tensor:
+    """The rule of nn.Linear, and of Conv1D when `transposed`."""
+    dtype = autocast_dtype(x.device.type)
+    y: Tensor = Linear.apply(  # type: ignore[no-untyped-call]
+        cast(x, dtype), module.weight, module.bias, entry, transposed, dtype
+    )
+    return y
