@@ -13,7 +13,7 @@ from torch import nn
 
 import zbpipe
 from crews import forked
-from families import EXPERTS, FAMILIES, batch, build, table
+from families import EAGER_ONLY, EXPERTS, FAMILIES, batch, build, table
 from zbpipe import ConfigError
 from zbpipe.model.hf import take_apart
 
@@ -60,15 +60,29 @@ def test_loss_and_gradients_are_those_of_the_unsplit_model(name, ranks, schedule
     assert {key for key, _ in pipe.named_parameters()} == {k for k, _ in model.named_parameters()}
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "opt-350m", "falcon", "mixtral"])
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("padded", [False, True])
-def test_sdpa_with_and_without_padding(name, padded) -> None:
+def test_sdpa_with_and_without_padding_and_the_logits(name, padded) -> None:
     inputs = batch(padded=padded)
-    want, expected = unsplit(name, inputs, "sdpa")
-    model = build(name, "sdpa")
-    loss = zbpipe.wrap(model, microbatches=4, schedule="zb1p", local_ranks=2).step(**inputs)
+    attention = "eager" if name in EAGER_ONLY else "sdpa"
+    want, expected = unsplit(name, inputs, attention)
+    model = build(name, attention)
+    logits = []
+
+    def keep(output, _target):
+        logits.append(output.logits.detach())
+        return output.loss
+
+    pipe = zbpipe.wrap(
+        model, microbatches=4, schedule="1f1b" if padded else "zb2p", local_ranks=2, loss_fn=keep,
+        loss_weight=lambda labels: (labels[..., 1:] != -100).sum(),
+    )  # fmt: skip
+    loss = pipe.step(**inputs, target=inputs["labels"])
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
     assert_same(model.named_parameters(), want)
+    with torch.no_grad():
+        whole = want(**inputs, use_cache=False).logits
+    torch.testing.assert_close(torch.cat(logits), whole, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "gpt2"])
