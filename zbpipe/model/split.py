@@ -15,7 +15,16 @@ from zbpipe.errors import ZbpipeError
 from zbpipe.model.rules import Deferred
 from zbpipe.model.rules.choose import Rule, SplitForward, rule_for
 
-__all__ = ["Deferred", "SplitReport", "Splitter", "fire_hooks", "mute_hooks", "wide_gradients"]
+__all__ = [
+    "Deferred",
+    "SplitReport",
+    "Splitter",
+    "fire_hooks",
+    "mute_hooks",
+    "narrow",
+    "wide_gradients",
+    "widen",
+]
 
 
 # A module with its class and the names, shapes and dtypes of its parameters.
@@ -316,14 +325,38 @@ def wide_gradients(
             f"wide_gradients needs Tensor.grad_dtype, which torch {torch.__version__} lacks: "
             "install torch ≥ 2.9, or give the parameters a .main_grad of fp32 zeros"
         )
-    narrow = [p for p in parameters if p.is_floating_point() and p.dtype.itemsize < dtype.itemsize]
-    for parameter in narrow:
-        _set_grad_dtype(parameter, dtype)
+    wide = widen(parameters, dtype)
     try:
         yield
     finally:
-        for parameter in narrow:
-            _set_grad_dtype(parameter, parameter.dtype)
+        narrow(wide)
+
+
+def widen(parameters: Iterable[Parameter], dtype: torch.dtype = torch.float32) -> list[Parameter]:
+    """Let `.grad` of low-precision parameters be of `dtype`; which they are, to `narrow` again.
+
+    A parameter whose user chose a `grad_dtype` keeps it. None where torch (before 2.9) has no such
+    thing: gradients are summed in the parameters' own precision then.
+    """
+    if not hasattr(Parameter, "grad_dtype"):
+        return []
+    wide = [
+        p
+        for p in parameters
+        if p.is_floating_point()
+        and p.dtype.itemsize < dtype.itemsize
+        and p.requires_grad
+        and p.grad_dtype == p.dtype
+    ]
+    for parameter in wide:
+        _set_grad_dtype(parameter, dtype)
+    return wide
+
+
+def narrow(wide: Iterable[Parameter]) -> None:
+    """Round the gradients that `widen` made wide to their parameters' dtype."""
+    for parameter in wide:
+        _set_grad_dtype(parameter, parameter.dtype)
 
 
 def _set_grad_dtype(parameter: Parameter, dtype: torch.dtype) -> None:

@@ -90,6 +90,8 @@ class Rank:
             self.meter = Meter(tensors, allocations=run.trial)
         for stage in self.stages.values():
             stage.begin(self.meter)
+            if run.training:
+                stage.widen()
 
     def end(self) -> None:
         """Let go of everything the run held."""
@@ -202,6 +204,8 @@ class Rank:
             theirs = self._take(index, Action(other, "R", 0))[0]
         first, last = (own.values(), theirs) if action.stage == 0 else (theirs, own.values())
         with self.lock:
+            for stage in self.stages.values():
+                stage.narrow(own)
             add_sums(own, first, last)
 
     def _source(self, index: int, action: Action) -> Action:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ from torch import nn
 
 from ..model.graph import used_directly
 from ..model.rules import Deferred
-from ..model.split import Splitter, fire_hooks, mute_hooks
+from ..model.split import Splitter, fire_hooks, mute_hooks, narrow, widen
 from .boundary import Inputs
 from .memory import Held, Meter
 
@@ -60,6 +60,7 @@ class Stage:
         self._held: dict[int, Microbatch] = {}
         self._touched: set[nn.Parameter] = set()
         self._eager: set[nn.Parameter] = set()
+        self._wide: set[nn.Parameter] = set()
         self._looked = False
 
     def begin(self, meter: Meter | None) -> None:
@@ -69,6 +70,17 @@ class Stage:
         self._touched.clear()
         self._looked = False
         self.apart = dict.fromkeys(self.apart)
+        self.narrow()
+
+    def widen(self) -> None:
+        """Sum the gradients of low-precision weights in fp32 until `narrow`."""
+        self._wide = set(widen(self.parameters))
+
+    def narrow(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Round the gradients of these parameters, or all, to the weights' dtype."""
+        done = self._wide if parameters is None else self._wide.intersection(parameters)
+        narrow(done)
+        self._wide = self._wide - done
 
     def __call__(self, value: Any, batch: Any) -> Any:
         """The stage's output for what it got; `batch` is the microbatch as the user gave it."""
@@ -149,14 +161,20 @@ class Stage:
         held.stash.clear()
 
     def finish(self) -> None:
-        """After the step's last W: post-accumulate-grad hooks, once a parameter."""
+        """After the step's last W: gradients in their own dtype, then the hooks, once each."""
+        done = [p for p in self.parameters if p not in self.apart]
+        self.narrow(done)
         with torch.no_grad():  # as autograd calls them
-            fire_hooks(p for p in self.parameters if p in self._touched and p not in self.apart)
+            fire_hooks(p for p in done if p in self._touched)
 
     @contextmanager
     def _gathered(self) -> Iterator[None]:
-        """Let `.grad` of tied parameters be what this stage has added to it in this step."""
+        """Let `.grad` of tied parameters be what this stage has added to it in this step.
+
+        A `.main_grad` gets the sum of both ends, too, so it is out of sight meanwhile.
+        """
         others = [parameter.grad for parameter in self.apart]
+        main = {p: vars(p).pop("main_grad") for p in self.apart if "main_grad" in vars(p)}
         for parameter, own in self.apart.items():
             parameter.grad = own
         try:
@@ -164,6 +182,8 @@ class Stage:
         finally:
             for parameter, other in zip(self.apart, others, strict=True):
                 self.apart[parameter], parameter.grad = parameter.grad, other
+            for parameter, tensor in main.items():
+                parameter.main_grad = tensor  # type: ignore[attr-defined]
 
     def _watch(self) -> AbstractContextManager[None]:
         return nullcontext() if self.meter is None else self.meter.watch()

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from ..model.rules.accumulate import add
 from ..model.split import fire_hooks
 
 
@@ -15,7 +16,7 @@ def add_sums(
     first: Iterable[torch.Tensor | None],
     last: Iterable[torch.Tensor | None],
 ) -> None:
-    """Add what both ends have for each parameter to its `.grad`, and fire its hooks.
+    """Add what both ends have for each parameter to its `.grad` or `.main_grad`; fire its hooks.
 
     First + last, in this order wherever it is computed: the same bits on both ranks. None where a
     stage had no gradient.
@@ -29,6 +30,6 @@ def add_sums(
                 total = one.clone()  # it may lie in a slot
             else:
                 continue
-            parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)
+            add(parameter, total)
             changed.append(parameter)
         fire_hooks(changed)
