@@ -1,5 +1,6 @@
 """The exact search against trying everything; without ortools it says what is missing."""
 
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -9,6 +10,8 @@ from hypothesis import strategies as st
 from listing import best_of_all, problems
 from zbpipe.costs import Costs
 from zbpipe.errors import ConfigError
+from zbpipe.schedule import build
+from zbpipe.schedule import exact as solver
 from zbpipe.schedule.check import check
 from zbpipe.schedule.exact import improve, tick
 from zbpipe.schedule.ilp import least_cost
@@ -53,11 +56,32 @@ def agrees_with_trying_everything(case, objective):
 @given(problems(most_ranks=2, most_microbatches=2), OBJECTIVES)
 def agrees_with_the_plain_ilp(case, objective):
     costs, placed, m, budget = case
+    if len(placed) * m > 6:
+        return  # the plain ILP may take a minute
     found = find(costs, placed, m, budget, objective, time_limit=0.001)
     exact = improve(found, costs, budget, 30.0, workers=1)
     assert exact.status == "optimal"
     least = least_cost(costs, placed, m, budget, objective)
     assert exact.cost == pytest.approx(least, rel=1e-6, abs=1e-5)
+
+
+def many_microbatches_repeat_an_exact_steady_state():
+    costs = Costs.uniform(3, 3.0, 2.0, 2.0, 0.5, 1.0, 0.5)
+    poor = replace(
+        find(costs, (0, 1, 2), 40, 3.0, starts=[build("1f1b", 3, 40)], time_limit=1e-6),
+        status="feasible",
+    )
+    few = improve(find(costs, (0, 1, 2), 9, 3.0), costs, 3.0, 20.0)
+    with pytest.MonkeyPatch.context() as patch:
+        # The whole problem's model finds nothing: what comes is from the short one.
+        solve = solver._Model.solve
+        patch.setattr(
+            solver._Model, "solve", lambda m, *a: solve(m, *a) if m._m == 9 else (None, 0.0)
+        )
+        found = improve(replace(poor, schedule=build("1f1b", 3, 40), cost=1e9), costs, 3.0, 40.0)
+    check(found.schedule, costs, 3.0)
+    assert found.schedule.microbatches == 40
+    assert found.cost == pytest.approx(few.cost + 31 * costs.work(0))
 
 
 def says_what_is_missing():
@@ -74,6 +98,7 @@ def test_the_exact_search():
         proves_the_optimum()
         agrees_with_trying_everything()
         agrees_with_the_plain_ilp()
+        many_microbatches_repeat_an_exact_steady_state()
     else:
         says_what_is_missing()
 

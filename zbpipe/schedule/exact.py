@@ -11,6 +11,7 @@ Needs ortools, the extra `zbpipe[solver]`.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import time
@@ -23,8 +24,9 @@ from ..errors import ConfigError, MemoryBudgetError, ScheduleError
 from .check import check
 from .core import Action, Schedule
 from .limits import memory_limits
-from .search import Found
+from .search import Found, find
 from .simulate import simulate
+from .steady import STRETCHED, short, stretch
 
 # Times and bytes become integers: multiples of a power of ten where they are (nearly) that.
 _FINEST = 9
@@ -45,24 +47,27 @@ def improve(
 ) -> Found:
     """The best schedule CP-SAT finds within `seconds`, starting from `found`: never a worse one.
 
-    `costs`: of the stages of found's placement; `budget`: bytes, one number or one a rank. The
-    bound is the better one of found's and the solver's; `status` is "optimal" where the cost
-    meets it. `workers`: threads, by default one a core. Raises ConfigError if ortools is missing
-    or `seconds` is not positive.
+    `costs`: of the stages of found's placement; `budget`: bytes, one number or one a rank. Of many
+    microbatches the ramps are solved first, in half of the time, around a steady state that
+    repeats. The bound is the better one of found's and the solver's; `status` is "optimal" where
+    the cost meets it. `workers`: threads, by default one a core. Raises ConfigError if ortools is
+    missing or `seconds` is not positive.
     """
     if not seconds > 0:
         raise ConfigError(f"seconds = {seconds!r}: want a number > 0")
     if found.status == "optimal":
         return found
     started = time.perf_counter()
-    model = _Model(found, costs, budget)
+    best = _around_a_steady_state(found, costs, budget, seconds / 2, seed, workers)
+    if best is not found:
+        seconds /= 2
+    model = _Model(best, costs, budget)
     starts, proven = model.solve(seconds, seed, workers or os.cpu_count() or 1)
-    best = found
     if starts is not None:
         schedule = _ordered(found.schedule, costs, starts)
         if _usable(schedule, costs, budget):
             cost = simulate(schedule, costs).cost(found.objective)
-            if cost < found.cost:
+            if cost < best.cost:
                 best = replace(found, schedule=schedule, cost=cost)
     bound = max(found.bound, min(proven, best.cost))
     met = best.cost <= bound * (1 + _MET)
@@ -72,6 +77,30 @@ def improve(
         status="optimal" if met else "feasible",
         seconds=found.seconds + time.perf_counter() - started,
     )
+
+
+def _around_a_steady_state(
+    found: Found,
+    costs: Costs,
+    budget: float | Sequence[float] | None,
+    seconds: float,
+    seed: int,
+    workers: int | None,
+) -> Found:
+    """`found`, or a better order whose ramps were solved for few microbatches (steady.py)."""
+    schedule = found.schedule
+    few = short(schedule.stages, schedule.microbatches)
+    if few is None:
+        return found
+    start = find(costs, schedule.placement, few, budget, found.objective, seed=seed)
+    small = improve(start, costs, budget, seconds, seed=seed, workers=workers)
+    best = found
+    for longer in itertools.islice(stretch(small.schedule, schedule.microbatches), STRETCHED):
+        if _usable(longer, costs, budget):
+            cost = simulate(longer, costs).cost(found.objective)
+            if cost < best.cost:
+                best = replace(found, schedule=replace(longer, name=schedule.name), cost=cost)
+    return best
 
 
 def _usable(schedule: Schedule, costs: Costs, budget: float | Sequence[float] | None) -> bool:

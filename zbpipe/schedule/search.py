@@ -2,8 +2,9 @@
 
 Rules (rules.py) are drawn and varied by an evolution in which the better ones have more offspring;
 each makes an order by memory-limited list scheduling. The best few orders are then annealed: single
-actions, runs of them, and the same action of many microbatches move within their rank. The search
-ends early where the cost meets the proven bound. Both loops are native (csrc/schedule).
+actions, runs of them, and the same action of many microbatches move within their rank. For many
+microbatches an order found for few joins in, its steady state repeated (steady.py). The search ends
+early where the cost meets the proven bound. Both loops are native (csrc/schedule).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from .core import Schedule
 from .limits import require_least
 from .native import Problem, Replayed
 from .rules import Rule, draw, vary
+from .steady import STRETCHED, short, stretch
 
 # Seconds: of any search, and of zb1p and zb2p, whose answers are nearer at hand.
 TIME_LIMIT, SHORT_LIMIT = 10.0, 1.5
@@ -42,6 +44,8 @@ _POOL = 24
 _FRESH, _AGAIN = 6, 2
 # Each round lists, then anneals, with so many shares of the effort: what is easy ends early.
 _ROUNDS = (1, 4, 9)
+# Share of the time limit that a short order to stretch is searched with.
+_STEADY_SHARE = 0.25
 # Share of the mean span in what is compared: leads over plateaus of the largest span.
 _MEAN = 0.05
 _MET = 1e-9
@@ -118,6 +122,11 @@ def find(
         hunt.offer(problem.order(schedule), None)
     effort = time_limit / 2 / sum(_ROUNDS)
     for share in _ROUNDS:
+        if share == _ROUNDS[1] and not hunt.met:
+            for schedule in _stretched(
+                costs, placement, microbatches, budget, objective, seed, time_limit * _STEADY_SHARE
+            ):
+                hunt.offer(problem.order(schedule), None)
         listing, annealing = effort * share * _LIST_SHARE, effort * share * (1 - _LIST_SHARE)
         hunt.list(int(listing * _LISTED / (problem.actions + _LIST_COST)))
         hunt.anneal(annealing * _MOVED / (problem.actions + _MOVE_COST))
@@ -131,6 +140,23 @@ def find(
         "optimal" if hunt.met else "feasible",
         time.perf_counter() - started,
     )
+
+
+def _stretched(
+    costs: Costs,
+    placement: Sequence[int],
+    microbatches: int,
+    budget: float | Sequence[float] | None,
+    objective: str,
+    seed: int,
+    time_limit: float,
+) -> Iterator[Schedule]:
+    """Orders for many microbatches around the steady state of one that was found for few."""
+    few = short(len(placement), microbatches)
+    if few is None:
+        return
+    found = find(costs, placement, few, budget, objective, seed=seed, time_limit=time_limit)
+    yield from itertools.islice(stretch(found.schedule, microbatches), STRETCHED)
 
 
 def shapes(placed: Sequence[int], microbatches: int) -> Iterator[Schedule]:
