@@ -11,7 +11,6 @@ Needs ortools, the extra `zbpipe[solver]`.
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import time
@@ -26,7 +25,7 @@ from .core import Action, Schedule
 from .limits import memory_limits
 from .search import Found, find
 from .simulate import simulate
-from .steady import STRETCHED, short, stretch
+from .steady import short, stretched
 
 # Times and bytes become integers: multiples of a power of ten where they are (nearly) that.
 _FINEST = 9
@@ -95,7 +94,7 @@ def _around_a_steady_state(
     start = find(costs, schedule.placement, few, budget, found.objective, seed=seed)
     small = improve(start, costs, budget, seconds, seed=seed, workers=workers)
     best = found
-    for longer in itertools.islice(stretch(small.schedule, schedule.microbatches), STRETCHED):
+    for longer in stretched(small.schedule, schedule.microbatches):
         if _usable(longer, costs, budget):
             cost = simulate(longer, costs).cost(found.objective)
             if cost < best.cost:

@@ -27,7 +27,7 @@ from .core import Schedule
 from .limits import require_least
 from .native import Problem, Replayed
 from .rules import Rule, draw, vary
-from .steady import STRETCHED, short, stretch
+from .steady import short, stretched
 
 # Seconds: of any search, and of zb1p and zb2p, whose answers are nearer at hand.
 TIME_LIMIT, SHORT_LIMIT = 10.0, 1.5
@@ -156,7 +156,7 @@ def _stretched(
     if few is None:
         return
     found = find(costs, placement, few, budget, objective, seed=seed, time_limit=time_limit)
-    yield from itertools.islice(stretch(found.schedule, microbatches), STRETCHED)
+    yield from stretched(found.schedule, microbatches)
 
 
 def shapes(placed: Sequence[int], microbatches: int) -> Iterator[Schedule]:
