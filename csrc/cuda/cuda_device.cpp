@@ -110,7 +110,9 @@ void CudaDevice::started(const Program& program, uint32_t index) {
 void CudaDevice::signal(const Program& program, uint32_t index) {
   uint32_t lane = program.instructions[index].lane;
   ZB_CUDA(*runtime_, cudaEventRecord(ends_[index], streams_[lane]));
-  if (lane == 0) ++enqueued_;
+  if (lane != 0) return;
+  ++enqueued_;
+  running_ = false;  // the interpreter has told the board that the rank waits
 }
 
 bool CudaDevice::sleep(uint32_t lane, int64_t ns) {

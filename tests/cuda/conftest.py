@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from faking import Fake, compile_fake
 
 
@@ -16,6 +15,8 @@ def fake_library(tmp_path_factory):
 def fake(fake_library, tmp_path, monkeypatch):
     """`fake(connections, jitter)`: the fake device, new, in this process and in those it forks."""
 
+    begun: list[Fake] = []
+
     def begin(connections: int = 8, jitter: int = 0, seed: int = 1) -> Fake:
         state = tmp_path / f"state{len(list(tmp_path.iterdir()))}"
         settings = {
@@ -27,8 +28,13 @@ def fake(fake_library, tmp_path, monkeypatch):
         }
         for name, value in settings.items():
             monkeypatch.setenv(name, str(value))
+        for earlier in begun:
+            earlier.ended = True
         made = Fake(fake_library)
+        begun.append(made)
         made.lib.fake_reset()
         return made
 
-    return begin
+    yield begin
+    for earlier in begun:
+        earlier.ended = True

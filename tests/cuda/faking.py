@@ -62,6 +62,7 @@ class Fake:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.ended = False  # by the test's end: memory that is collected later is none of its
 
     @cached_property
     def lib(self) -> ctypes.CDLL:
@@ -89,6 +90,11 @@ class Fake:
         assert self.lib.cudaMalloc(ctypes.byref(out), ctypes.c_size_t(nbytes)) == 0
         assert out.value is not None
         return out.value
+
+    def hold(self, data: int, home: int) -> None:
+        """The host holds `data` (home 0), or leaves it to the stream `home`."""
+        if not self.ended:
+            self.lib.fake_hold(ctypes.c_void_p(data), ctypes.c_void_p(home))
 
     def calls(self, name: str) -> int:
         return int(self.lib.fake_calls(name.encode()))
@@ -136,22 +142,24 @@ class Gate:
 class Pool:
     """A caching allocator of one stream: a block that nobody holds is handed out again at once."""
 
-    def __init__(self, fake: Fake) -> None:
-        self._fake = fake
+    def __init__(self, fake: Fake, stream: int) -> None:
+        self._fake, self._stream = fake, stream
         self._free: dict[int, list[int]] = {}
 
     def take(self, nbytes: int, pattern: int) -> Memory:
         size = max(4096, 1 << (nbytes - 1).bit_length()) if nbytes else 4096
         free = self._free.setdefault(size, [])
         data = free.pop() if free else self._fake.malloc(size)
-        return Memory(data, nbytes, pattern, _Block(free, data))
+        self._fake.hold(data, 0)
+        return Memory(data, nbytes, pattern, _Block(self._fake, self._stream, free, data))
 
 
 class _Block:
-    def __init__(self, home: list[int], data: int) -> None:
-        self._home, self._data = home, data
+    def __init__(self, fake: Fake, stream: int, home: list[int], data: int) -> None:
+        self._fake, self._stream, self._home, self._data = fake, stream, home, data
 
     def __del__(self) -> None:
+        self._fake.hold(self._data, self._stream)
         self._home.append(self._data)
 
 
@@ -180,6 +188,8 @@ class DeviceRelay:
     largest: int
     hold: bool = True
     us: int = 0
+    smallest: int = 0  # bytes of a result that is not passed on
+    passes: float = 0.3  # how often an action's result is the memory that it was given
     at: Callable[[Action], None] | None = None  # called in every action, before it enqueues
     after: Callable[[], None] | None = None  # called when it has enqueued
     order: list[Action] = field(default_factory=list)
@@ -188,7 +198,7 @@ class DeviceRelay:
         self.program = self.loaded.programs[self.rank]
         self.executor = self.crew.executors[self.rank]
         self.stream = self.executor.stream(0)
-        self.pool = Pool(self.fake)
+        self.pool = Pool(self.fake, self.stream)
         self.weights: dict[int, Memory] = {}
         # In evaluation I only passes something on, and nothing is kept after F.
         self.keeps = any(i.action.kind in "WB" for i in self.program.instructions)
@@ -262,9 +272,9 @@ class DeviceRelay:
         key = [self.seed, self.run, *map(str, action)]
         chance = random.Random(repr(key))
         edges = [0, 1, 63, 64, 65, 4096, 65_537, self.largest]
-        nbytes = chance.choice([*edges, chance.randrange(self.largest + 1)])
+        nbytes = max(self.smallest, chance.choice([*edges, chance.randrange(self.largest + 1)]))
         pattern = chance.randrange(1, 1 << 62)
-        if passed is not None and chance.random() < 0.3:
+        if passed is not None and chance.random() < self.passes:
             result = passed  # the very memory, as an identity layer's output
             self.fake.kernel(self.stream, str(action), reads, [], self.us)
         else:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 
 import pytest
+from faking import Fake, Gate, cuda_crew, run_relays
 
 from crews import forked, named
-from faking import Fake, Gate, cuda_crew, run_relays
 from replaying import make, only_forward
 from zbpipe.errors import StageError
 from zbpipe.program import Programs, compile

@@ -112,7 +112,7 @@ API int cudaStreamQuery(void* stream) {
   p.universe.lock();
   Clock clock = p.universe.clock(s->actor);
   p.universe.unlock();
-  p.seen(clock);
+  p.seen(clock, true);
   return kOk;
 }
 
@@ -186,7 +186,7 @@ API int cudaEventQuery(void* event) {
   }
   if (!record) return kOk;
   if (!record->done.load()) return kNotReady;
-  process().seen(record->clock);
+  process().seen(record->clock, false);
   return kOk;
 }
 

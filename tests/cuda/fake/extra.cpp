@@ -90,8 +90,16 @@ API void fake_fault(void* stream, int kind, int n) {
   s->fault_at[kind] = n;
 }
 
-/// How often planted faults of that kind had their turn on the stream: calls seen.
-API int fake_seen(void* stream, int kind) { return static_cast<Stream*>(stream)->seen[kind]; }
+/// The host holds `data` no longer, or again (`home` null): as an allocator that keeps memory for
+/// the stream it was first used on.
+API void fake_hold(void* data, void* home) {
+  Process& p = process();
+  const Allocation* found = p.find(data, 0, "an allocator");
+  if (found == nullptr) return;
+  if (home == nullptr) return p.take(found->buffer);
+  Locked locked(p.universe);
+  p.universe.let_go(p.known, found->buffer, static_cast<Stream*>(home)->actor);
+}
 
 /// Everything that was found wrong, one a line; at most `bytes`. Returns the length.
 API int fake_reports(char* out, int bytes) {

@@ -1,5 +1,6 @@
 #include "process.hpp"
 
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <time.h>
 
@@ -58,12 +59,28 @@ Process& process() {
 
 void reset() {
   std::lock_guard<std::mutex> guard(current_mutex);
+  Process* old = current.load();
   current.store(new Process(), std::memory_order_release);
   ++epoch;
+  if (old != nullptr && old->pid == getpid()) old->shut();
 }
 
 Process::Process()
     : connections(std::max(1, std::min(32, env("CUDA_DEVICE_MAX_CONNECTIONS", 8)))) {}
+
+void Process::shut() {
+  std::lock_guard<std::mutex> guard(mutex);
+  for (auto& [_, queue] : queues_) {
+    std::lock_guard<std::mutex> inner(queue->mutex);
+    queue->stopped = true;
+    queue->filled.notify_all();
+  }
+  for (auto& [base, a] : allocations) {
+    munmap(base, a.whole);
+    if (!a.imported && universe.buffer(a.buffer).live) close(a.fd);
+  }
+  // The rest stays: a thread may be about to leave it.
+}
 
 void count(const char* call) {
   Process& p = process();
@@ -116,11 +133,19 @@ std::shared_ptr<const Clock> Process::host_clock() {
   return host_actor.snapshot;
 }
 
-void Process::seen(const Clock& clock) {
+void Process::take(int buffer) {
   int actor = host();
   Locked locked(universe);
-  universe.clock(actor).join(clock);
+  universe.take(actor, buffer);
+  host_actor.snapshot = nullptr;
+}
+
+void Process::seen(const Clock& clock, bool orders) {
+  int actor = host();
+  Locked locked(universe);
   known.join(clock);
+  if (!orders) return;
+  universe.clock(actor).join(clock);
   ++universe.clock(actor).at[actor];
   host_actor.snapshot = nullptr;
 }
@@ -143,7 +168,8 @@ void Process::run(Queue& queue) {
     Op op;
     {
       std::unique_lock<std::mutex> guard(queue.mutex);
-      queue.filled.wait(guard, [&] { return !queue.ops.empty(); });
+      queue.filled.wait(guard, [&] { return queue.stopped || !queue.ops.empty(); });
+      if (queue.ops.empty()) return;
       op = std::move(queue.ops.front());
       queue.ops.pop_front();
     }

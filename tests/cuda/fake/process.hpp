@@ -62,6 +62,7 @@ struct Queue {
   std::mutex mutex;
   std::condition_variable filled;
   std::deque<Op> ops;
+  bool stopped = false;
 };
 
 struct Allocation {
@@ -90,14 +91,20 @@ class Process {
   pid_t pid = getpid();
   int connections;
 
+  /// Gives threads and memory back; no stream may be in use.
+  void shut();
   Stream* make_stream(int device);
   void destroy(Stream* stream);
   void enqueue(Op op);
   /// The thread's actor.
   int host();
   std::shared_ptr<const Clock> host_clock();
-  /// The calling thread has seen that what `clock` says is over.
-  void seen(const Clock& clock);
+  /// The thread takes memory that is known to be free.
+  void take(int buffer);
+  /// The calling thread has seen that what `clock` says is over. It may then let go of memory; but
+  /// what it enqueues later comes after that only if `orders`, since what a look at an event finds
+  /// is luck, and luck must not hide that an edge is missing.
+  void seen(const Clock& clock, bool orders);
 
   /// The allocation and offset of device memory; reports and returns null where there is none.
   const Allocation* find(const void* data, uint64_t bytes, const std::string& what);

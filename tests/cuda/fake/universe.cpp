@@ -116,6 +116,8 @@ void Universe::access(int actor, int index, uint64_t begin, uint64_t end, bool w
   const Clock& clock = shared_->clocks[actor];
   std::string name = "buffer " + std::to_string(index);
   if (!buffer.live) report_locked("use after free: " + what + " of " + name);
+  if (buffer.home != 0 && buffer.home != actor + 1)
+    report_locked("race: " + what + " of " + name + ", which the host has let go of");
   if (begin < buffer.begin || end > buffer.end)
     report_locked("out of bounds: " + what + " of bytes " + std::to_string(begin) + " to " +
                   std::to_string(end) + " of " + name + ", which has " +
@@ -123,7 +125,8 @@ void Universe::access(int actor, int index, uint64_t begin, uint64_t end, bool w
   uint32_t kept = 0;
   for (uint32_t i = 0; i < buffer.logged; ++i) {
     const Access& old = buffer.log[i];
-    bool before = clock.at[old.actor] >= old.time;
+    bool before =
+        clock.at[old.actor] >= old.time || (old.host >= 0 && clock.at[old.host] >= old.host_time);
     bool overlap = old.begin < end && begin < old.end;
     if (overlap && (write || old.write) && !before)
       report_locked("race: " + what + " and " + old.what + " of " + name + " are not ordered");
@@ -140,7 +143,7 @@ void Universe::access(int actor, int index, uint64_t begin, uint64_t end, bool w
     return;
   }
   Access& entry = buffer.log[buffer.logged++];
-  entry = Access{begin, end, static_cast<uint32_t>(actor), clock.at[actor], write, {}};
+  entry = {begin, end, static_cast<uint32_t>(actor), clock.at[actor], write, false, -1, 0, {}};
   snprintf(entry.what, sizeof(entry.what), "%s", what.c_str());
 }
 
@@ -153,6 +156,32 @@ void Universe::must_be_over(const Clock& known, int index, int pid, const std::s
     report_locked(what + " of buffer " + std::to_string(index) + " while " + old.what +
                   " may be under way");
   }
+}
+
+void Universe::let_go(const Clock& known, int index, int home) {
+  Buffer& buffer = shared_->buffers[index];
+  for (uint32_t i = 0; i < buffer.logged; ++i) {
+    Access& old = buffer.log[i];
+    if (old.actor == static_cast<uint32_t>(home)) continue;
+    old.over = known.at[old.actor] >= old.time;
+    if (!old.over)
+      report_locked(std::string("race: ") + old.what +
+                    " may be under way when the host lets go of " + "buffer " +
+                    std::to_string(index));
+  }
+  buffer.home = home + 1;
+}
+
+void Universe::take(int actor, int index) {
+  Buffer& buffer = shared_->buffers[index];
+  uint32_t time = ++shared_->clocks[actor].at[actor];
+  for (uint32_t i = 0; i < buffer.logged; ++i) {
+    Access& old = buffer.log[i];
+    if (!old.over || old.host >= 0) continue;
+    old.host = actor;
+    old.host_time = time;
+  }
+  buffer.home = 0;
 }
 
 Flag& Universe::flag(uint64_t file, uint64_t offset) {

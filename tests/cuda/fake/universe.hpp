@@ -28,7 +28,12 @@ struct Access {
   uint64_t begin, end;
   uint32_t actor, time;
   bool write;
-  char what[47];
+  // Set when the host knew that it was over and gave the memory to somebody else: what is enqueued
+  // after that comes after the access too, but nothing that was enqueued before.
+  bool over;
+  int32_t host;
+  uint32_t host_time;
+  char what[38];
 };
 
 /// An allocation. `begin` to `end`: what was asked for, in a block of `whole` bytes.
@@ -36,6 +41,7 @@ struct Buffer {
   bool used, live;
   uint64_t begin, end, whole;
   int imports;  // processes that have it open
+  int home;     // the actor whose stream may use it after it was let go of, + 1; 0 while it is held
   uint32_t logged;
   Access log[kLog];
 };
@@ -80,6 +86,10 @@ class Universe {
               const std::string& what);
   /// Reports accesses to the buffer, of `pid` or of anyone (0), that are not known to be over.
   void must_be_over(const Clock& known, int buffer, int pid, const std::string& what);
+  /// The host lets go of the buffer: what other streams than `home` did must be known to be over.
+  void let_go(const Clock& known, int buffer, int home);
+  /// The host, as `actor`, holds the buffer again.
+  void take(int actor, int buffer);
   Flag& flag(uint64_t file, uint64_t offset);
   Clock& clock(int actor) { return shared_->clocks[actor]; }
 
