@@ -96,6 +96,11 @@ class Fake:
         if not self.ended:
             self.lib.fake_hold(ctypes.c_void_p(data), ctypes.c_void_p(home))
 
+    def settle(self, streams: Sequence[int]) -> None:
+        """Wait until nothing is left in the streams."""
+        for stream in streams:
+            assert self.lib.cudaStreamSynchronize(ctypes.c_void_p(stream)) == 0
+
     def calls(self, name: str) -> int:
         return int(self.lib.fake_calls(name.encode()))
 

@@ -135,6 +135,7 @@ def failing(world: World, device: Fake) -> list[str]:
     programs = programs_of("1f1b", world.size, 4)
     crew, loaded = cuda_crew(world, programs)
     run_relays(device, crew, loaded, range(2))
+    world.gather(None)  # a rank may be a step ahead, and fail while another ends the last one
     where = Action(1, "F", 1)
 
     def fail(action: Action) -> None:
@@ -173,4 +174,5 @@ def test_an_action_that_hangs_on_the_device_is_named(fake):
         run_relays(device, crew, loaded, range(2, 3), at=hang)
     named(caught.value, 1, stuck, "does not return")
     gate.open()
+    device.settle([executor.stream(i) for executor in crew.executors.values() for i in range(3)])
     crew.close()

@@ -1,7 +1,7 @@
 """The fake device finds what it is there to find: faults planted one at a time, without luck.
 
-Each fault is a missing edge of the order, which vector clocks see whatever the timing; so it must be
-found under every jitter, and in each of several runs.
+Each fault is a missing edge of the order, which vector clocks see whatever the timing; so it must
+be found under every jitter, and in each of several runs.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from zbpipe.schedule.core import Action, Schedule
 
 TIMINGS = [(1, 0), (8, 0), (8, 40), (8, 400)]  # hardware queues, jitter in microseconds
 TRAIN = compile(build("zb_h1", 2, 6))
-# Where nothing comes back, only the slots' flags hold the sender; else much of what they say follows
-# from the gradients' messages too, and a fault there is none.
+# Where nothing comes back, only the slots' flags hold the sender; else much of what they say
+# follows from the gradients' messages too, and a fault there is none.
 ROWS = tuple(tuple(Action(stage, "F", i) for i in range(8)) for stage in range(3))
 FORWARD = compile(Schedule(ROWS, 8, (0, 1, 2)), forward_only=True)
 
