@@ -79,6 +79,7 @@ class CudaDevice : public Device {
   Event before_ = nullptr;            // what the next run comes after, if it does
   bool comes_after_ = false;
   Event mark_ = nullptr;  // recorded when a run was over, at `marked_`
+  Event spare_ = nullptr;
   int64_t marked_ = 0;
   DeviceMemory scratch_;  // payload of messages that nobody posts
   size_t scratch_bytes_ = 0;

@@ -15,6 +15,7 @@ BENCH = Path(__file__).parents[2] / "bench"
 # Arguments of a small run, and keys of its JSON that hold a number.
 SMALL = {
     "executor_overhead": (["--repeats", "1"], ["native_us", "callback_us"]),
+    "gpu_check": (["--only", "doctor"], []),  # the rest: test_gpu_check.py
     "runtime_vs_torch": (
         ["--quick"],
         [
