@@ -5,8 +5,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.stamp
 NATIVE := $(shell find csrc -name '*.cpp' -o -name '*.hpp')
+NATIVE_TESTS := $(shell find tests -name '*.cpp' -o -name '*.hpp')
 
-.PHONY: demo test test-slow lint format bench clean
+.PHONY: demo test test-slow sanitize lint format bench clean
 
 $(STAMP): pyproject.toml setup.py $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -23,16 +24,20 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
+# The native executor without Python, under AddressSanitizer, UBSan and ThreadSanitizer.
+sanitize: $(STAMP)
+	$(BIN)/python tests/native/sanitize.py $(ARGS)
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
+	$(BIN)/clang-format --dry-run --Werror $(NATIVE) $(NATIVE_TESTS)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(NATIVE)
+	$(BIN)/clang-format -i $(NATIVE) $(NATIVE_TESTS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info zbpipe/_native*.so

@@ -1,11 +1,10 @@
-"""How fast messages and instructions are: shm between two processes, and the executor itself.
+"""How fast messages are over shm between two processes.
 
     python bench/transport.py [--json FILE] [--repeats 7]
 
 latency      rank 0 → rank 1 in ping-pong, from the send's start to the end of the receive; `hop` is
              from the end of the action that made the message to the start of the one that reads it
 throughput   messages back to back, first send to last receive; received in place, not copied again
-native       one rank, 10,000 sleeps of 0; callback: 10,000 empty Python callbacks
 
 Every figure is a median over runs of one process pair, with the least and the most.
 """
@@ -16,28 +15,22 @@ import argparse
 import json
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from zbpipe.program import Programs, compile, virtual
-from zbpipe.runtime.executor import Crew, Loaded
+from zbpipe.runtime.executor import Crew
 from zbpipe.runtime.world import World, join, spawn
-from zbpipe.schedule import build
 from zbpipe.schedule.core import Action, Schedule
 
 KIB, MIB = 1 << 10, 1 << 20
 PINGS = 200  # messages each way in a run
 BURST = 24  # messages of a throughput run
-INSTRUCTIONS = 10_000
 
 # What zbpipe holds itself to on two ordinary cores.
 BARS = {
     "latency_64kib_us": ("at most", 60.0),
     "throughput_16mib_gbs": ("at least", 3.0),
-    "native_us": ("at most", 5.0),
-    "callback_us": ("at most", 10.0),
 }
 
 
@@ -95,29 +88,6 @@ def _merge(parts: list[list[Any]], edge: str) -> dict[tuple[int, str, Action], f
     return {(s.rank, s.lane, s.action): getattr(s, edge) for part in parts for s in part}
 
 
-def overhead(repeats: int) -> dict[str, list[float]]:
-    """Microseconds an instruction on one rank, by the wall clock of whole runs."""
-    programs = compile(build("gpipe", 1, INSTRUCTIONS // 2))
-    crew = Crew(World(1, (0,)), timeout=60.0)
-    crew.connect(programs.slots)
-    sleeps = crew.load(virtual(programs, lambda _: 0.0, lambda _: 0))
-    callbacks = crew.load(programs)
-    cases: list[tuple[str, Loaded, Callable[[int], None] | None]] = [
-        ("native_us", sleeps, None),
-        ("callback_us", callbacks, lambda index: None),
-    ]
-    out: dict[str, list[float]] = {}
-    for name, loaded, callback in cases:
-        for repeat in range(repeats + 1):
-            start = time.perf_counter()
-            crew.run(loaded, {0: callback})
-            if repeat:
-                took = (time.perf_counter() - start) / INSTRUCTIONS
-                out.setdefault(name, []).append(took * 1e6)
-    crew.close()
-    return out
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write medians and spreads here")
@@ -129,7 +99,6 @@ def main() -> None:
         while not ranks.join():
             pass
         samples = json.loads(Path(path).read_text())
-    samples |= overhead(options.repeats)
     medians = {name: statistics.median(values) for name, values in samples.items()}
     print(f"{'figure':<22}{'median':>10}{'least':>10}{'most':>10}   bar")
     for name, values in samples.items():

@@ -105,6 +105,11 @@ void Board::running(int rank, const Tag& tag) {
 
 void Board::waiting(int rank) { touch(rank, kWaiting); }
 
+void Board::ring(int rank) {
+  entry(rank).bell.fetch_add(1, std::memory_order_release);
+  futex_wake(entry(rank).bell);
+}
+
 Tag Board::tag_of(int rank) const {
   const Entry& e = entry(rank);
   return Tag{e.stage.load(std::memory_order_relaxed), e.microbatch.load(std::memory_order_relaxed),

@@ -50,6 +50,10 @@ class Board {
   void running(int rank, const Tag& tag);
   void waiting(int rank);
 
+  /// Tells the thread that enqueues for `rank` that something has changed: it sleeps on the bell.
+  void ring(int rank);
+  const Word& bell(int rank) const { return entry(rank).bell; }
+
   /// The first call wins; later ones are dropped, since they are consequences. A forked child's
   /// are dropped too: its errors are none of the pipeline's.
   void abort(const Failure& failure);
@@ -80,6 +84,7 @@ class Board {
     std::atomic<char> kind;
     std::atomic<int32_t> pid;
     std::atomic<uint64_t> born;  // with the pid, names a process for ever
+    Word bell;
   };
 
   Board(std::shared_ptr<File> file, int ranks);

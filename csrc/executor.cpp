@@ -11,14 +11,20 @@ namespace zb {
 
 /// Everything a lane's thread touches; a lane that is left behind keeps it alive.
 struct Executor::State {
-  State(std::shared_ptr<Board> b, int r, int64_t timeout, ThreadHook h)
-      : board(std::move(b)), rank(r), timeout_ns(timeout), hook(std::move(h)), device(board) {}
+  State(std::shared_ptr<Board> b, int r, int64_t timeout, ThreadHook h, std::shared_ptr<Device> d)
+      : board(std::move(b)),
+        rank(r),
+        timeout_ns(timeout),
+        hook(std::move(h)),
+        device(std::move(d)) {
+    if (!device) device = std::make_shared<CpuDevice>(board);
+  }
 
   std::shared_ptr<Board> board;
   int rank;
   int64_t timeout_ns;
   ThreadHook hook;
-  CpuDevice device;
+  std::shared_ptr<Device> device;
   std::vector<std::shared_ptr<Sender>> senders;
   std::vector<std::shared_ptr<Receiver>> receivers;
 
@@ -27,22 +33,31 @@ struct Executor::State {
   Callback callback;
   std::vector<Message> outgoing;
   std::vector<Times> times;
-  std::unique_ptr<std::atomic<bool>[]> over;
+  std::unique_ptr<std::atomic<bool>[]> over;  // on a device that enqueues: enqueued
+  bool measured = false;                      // `times` are the device's
 
   Word round{0};                  // counts runs; lanes sleep on it
   Word busy{0};                   // 1 until the run has ended; whoever joins sleeps on it
   std::atomic<uint32_t> left{0};  // lanes still in this run
   std::atomic<bool> stopping{false};
   bool abandoned = false;
+  std::atomic<bool> closed{false};
   pid_t owner = getpid();
   std::vector<std::thread> lanes;
   std::vector<std::unique_ptr<std::atomic<bool>>> exited;
 
   void check(const Program& next) const;
   void live(uint32_t lane, uint32_t seen);
+  size_t threads(const Program& next) const;
   void run_lane(uint32_t lane, bool& hooked);
   bool run(uint32_t index, bool& hooked);
+  bool perform(uint32_t index, bool& hooked);
+  void drive(bool& hooked);
+  enum class Step { kDone, kNotYet, kFailed };
+  Step advance(uint32_t index, bool& waited, bool& hooked);
+  Step try_advance(uint32_t index, bool& waited, bool& hooked);
   bool work(uint32_t index, const Instruction& instruction, bool& hooked);
+  Message& message_of(uint32_t index);
   void fail(const Instruction& instruction, const std::string& what);
 };
 
@@ -55,7 +70,10 @@ void Executor::State::live(uint32_t lane, uint32_t seen) {
       futex_wait(round, seen, 3'600'000'000'000);
     if (stopping) break;
     ++seen;
-    if (lane < program->by_lane.size()) run_lane(lane, hooked);
+    if (device->enqueues())
+      drive(hooked);
+    else if (lane < program->by_lane.size())
+      run_lane(lane, hooked);
     if (left.fetch_sub(1, std::memory_order_acq_rel) == 1) {
       // First, since the next run may begin as soon as this one is seen to have ended.
       if (!board->aborted()) board->end_step(rank);
@@ -87,15 +105,89 @@ void Executor::State::fail(const Instruction& instruction, const std::string& wh
 bool Executor::State::run(uint32_t index, bool& hooked) {
   const Instruction& instruction = program->instructions[index];
   for (uint32_t w : instruction.waits)
-    if (!device.wait(*program, w)) return false;
+    if (!device->wait(*program, index, w)) return false;
+  return perform(index, hooked);
+}
+
+bool Executor::State::perform(uint32_t index, bool& hooked) {
+  const Instruction& instruction = program->instructions[index];
   if (board->aborted()) return false;
   times[index].start = now_ns();
   bool ok = work(index, instruction, hooked);
   times[index].end = now_ns();
   if (!ok) return false;
   over[index].store(true, std::memory_order_release);
-  device.signal(*program, index);
+  device->signal(*program, index);
   return true;
+}
+
+/// One thread for all lanes: gives the device, lane by lane, whatever waits for nothing that has
+/// yet to be enqueued. Such an order cannot deadlock, even if all streams share one hardware queue.
+void Executor::State::drive(bool& hooked) {
+  try {
+    device->enter();
+    std::vector<size_t> next(program->by_lane.size(), 0);
+    std::unique_ptr<bool[]> waited(new bool[next.size()]());
+    size_t missing = program->instructions.size();
+    while (missing > 0 && !board->aborted()) {
+      uint32_t ticket = device->ticket();
+      size_t before = missing;
+      // One of each lane at a time: a result is sent before the next action is called.
+      for (size_t lane = 0; lane < next.size(); ++lane) {
+        const std::vector<uint32_t>& queue = program->by_lane[lane];
+        if (next[lane] == queue.size()) continue;
+        Step step = try_advance(queue[next[lane]], waited[lane], hooked);
+        if (step == Step::kFailed) break;
+        if (step == Step::kNotYet) continue;
+        waited[lane] = false;
+        ++next[lane];
+        --missing;
+      }
+      if (missing == before && !device->pause(ticket)) break;
+    }
+    device->finish(*program, receivers);
+  } catch (const std::exception& e) {
+    board->abort({rank, Tag{}, 'r', e.what()});
+  }
+}
+
+Executor::State::Step Executor::State::try_advance(uint32_t index, bool& waited, bool& hooked) {
+  const Instruction& instruction = program->instructions[index];
+  try {
+    Step step = advance(index, waited, hooked);
+    if (step == Step::kFailed && !board->aborted())
+      fail(instruction, "the action failed and did not say why");
+    return step;
+  } catch (const std::exception& e) {
+    fail(instruction, e.what());
+    return Step::kFailed;
+  }
+}
+
+Executor::State::Step Executor::State::advance(uint32_t index, bool& waited, bool& hooked) {
+  const Instruction& instruction = program->instructions[index];
+  if (!waited) {
+    for (uint32_t w : instruction.waits)
+      if (!over[w].load(std::memory_order_relaxed)) return Step::kNotYet;
+    for (uint32_t w : instruction.waits)
+      if (!device->wait(*program, index, w)) return Step::kFailed;
+    waited = true;
+  }
+  if (instruction.work == Work::kSend &&
+      !device->can_send(instruction, *senders[instruction.channel], message_of(index)))
+    return Step::kNotYet;
+  if (instruction.work == Work::kReceive &&
+      !device->can_receive(instruction, *receivers[instruction.channel]))
+    return Step::kNotYet;
+  device->started(*program, index);
+  return perform(index, hooked) ? Step::kDone : Step::kFailed;
+}
+
+Message& Executor::State::message_of(uint32_t index) {
+  Message& message = outgoing[index];
+  if (message.pieces.empty() && message.header.empty())
+    message.payload = program->instructions[index].amount;
+  return message;
 }
 
 bool Executor::State::work(uint32_t index, const Instruction& instruction, bool& hooked) {
@@ -112,25 +204,28 @@ bool Executor::State::work(uint32_t index, const Instruction& instruction, bool&
     }
     case Work::kSleep: {
       board->running(rank, instruction.tag);
-      bool ok = device.sleep(static_cast<int64_t>(instruction.amount));
+      bool ok = device->sleep(instruction.lane, static_cast<int64_t>(instruction.amount));
       board->waiting(rank);
       return ok;
     }
     case Work::kSend: {
-      Message& message = outgoing[index];
-      if (message.pieces.empty() && message.header.empty()) message.payload = instruction.amount;
-      bool ok = device.send(*senders.at(instruction.channel), instruction.slot, message);
+      Message& message = message_of(index);
+      bool ok = device->send(instruction, *senders.at(instruction.channel), message);
       message = Message{};
       return ok;
     }
     case Work::kReceive:
-      return device.receive(*receivers.at(instruction.channel), instruction.slot);
+      return device->receive(instruction, *receivers.at(instruction.channel));
+    case Work::kGraph:
+      return device->graph(instruction.lane, instruction.amount);
   }
   return false;
 }
 
-Executor::Executor(std::shared_ptr<Board> board, int rank, int64_t timeout_ns, ThreadHook hook)
-    : state_(std::make_shared<State>(std::move(board), rank, timeout_ns, std::move(hook))) {
+Executor::Executor(std::shared_ptr<Board> board, int rank, int64_t timeout_ns, ThreadHook hook,
+                   std::shared_ptr<Device> device)
+    : state_(std::make_shared<State>(std::move(board), rank, timeout_ns, std::move(hook),
+                                     std::move(device))) {
   ZB_CHECK(timeout_ns > 0, "the timeout must be positive");
   state_->board->enter(rank);
 }
@@ -164,6 +259,10 @@ void Executor::State::check(const Program& next) const {
   }
 }
 
+size_t Executor::State::threads(const Program& next) const {
+  return device->enqueues() ? 1 : next.by_lane.size();
+}
+
 void Executor::start(std::shared_ptr<const Program> program, Callback callback) {
   State& s = *state_;
   ZB_CHECK(s.owner == getpid(), "this process was forked from the executor's and has no lanes");
@@ -177,9 +276,10 @@ void Executor::start(std::shared_ptr<const Program> program, Callback callback) 
   s.times.assign(n, Times{});
   s.over = std::make_unique<std::atomic<bool>[]>(n);
   for (size_t i = 0; i < n; ++i) s.over[i].store(false, std::memory_order_relaxed);
-  s.device.begin(*s.program);
+  s.measured = false;
+  s.device->begin(*s.program);
   uint32_t seen = s.round.load();
-  while (s.lanes.size() < s.program->by_lane.size()) {
+  while (s.lanes.size() < s.threads(*s.program)) {
     auto lane = static_cast<uint32_t>(s.lanes.size());
     if (s.exited.size() == lane) s.exited.push_back(std::make_unique<std::atomic<bool>>(false));
     s.lanes.emplace_back([state = state_, lane, seen] { state->live(lane, seen); });
@@ -219,10 +319,18 @@ void Executor::post(uint32_t instruction, Message message) {
 
 bool Executor::finished(uint32_t instruction) const {
   ZB_CHECK(instruction < state_->outgoing.size(), "no such instruction");
-  return state_->over[instruction].load(std::memory_order_acquire);
+  return state_->over[instruction].load(std::memory_order_acquire) &&
+         state_->device->finished(instruction);
 }
 
-const std::vector<Times>& Executor::times() const { return state_->times; }
+const std::vector<Times>& Executor::times() const {
+  State& s = *state_;
+  if (!s.measured && s.busy.load(std::memory_order_acquire) == 0) {
+    s.device->measure(s.times);
+    s.measured = true;
+  }
+  return s.times;
+}
 
 const Receiver& Executor::receiver(int channel) const { return *state_->receivers.at(channel); }
 
@@ -236,6 +344,7 @@ bool Executor::halt(int64_t ns) {
       s.board->leave(s.rank);
     }
     if (!join_lanes(now_ns() + ns)) return false;
+    if (!s.closed.exchange(true)) s.device->close();
   } else if (!s.lanes.empty()) {
     // A forked child has the handles of threads that it does not have: never touch them.
     new std::vector<std::thread>(std::move(s.lanes));

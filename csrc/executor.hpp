@@ -18,17 +18,15 @@ using Callback = std::function<bool(uint32_t instruction)>;
 /// Called once in a lane's thread before the first and after the last callback it runs.
 using ThreadHook = std::function<void(bool starting)>;
 
-struct Times {
-  int64_t start = 0, end = 0;  // ns of CLOCK_MONOTONIC
-};
-
 /// Lanes leave their waits within a slice; what takes much longer sits in a callback.
 constexpr int64_t kHaltNs = 10 * kSliceNs;
 
 class Executor {
  public:
-  /// `timeout_ns` without progress on any rank is an error (see `supervise`).
-  Executor(std::shared_ptr<Board> board, int rank, int64_t timeout_ns, ThreadHook hook);
+  /// `timeout_ns` without progress on any rank is an error (see `supervise`). Runs on `device`, or
+  /// on the CPU where that is null.
+  Executor(std::shared_ptr<Board> board, int rank, int64_t timeout_ns, ThreadHook hook,
+           std::shared_ptr<Device> device = nullptr);
   /// Halts. A lane that is stuck in a callback is left behind, never joined.
   ~Executor();
   Executor(const Executor&) = delete;
@@ -51,6 +49,7 @@ class Executor {
 
   /// True when `instruction` of the current run is over.
   bool finished(uint32_t instruction) const;
+  /// Of the last run's instructions; by the device's clock where it has one.
   const std::vector<Times>& times() const;
   const Receiver& receiver(int channel) const;
   /// Ends the lanes, and with the last of them the channels. Waits at most `ns`, then returns

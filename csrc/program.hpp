@@ -16,6 +16,7 @@ enum class Work : uint8_t {
   kSleep,     // virtual device: the action takes `amount` ns
   kSend,      // message to `channel`, into `slot`; `amount` bytes where Python posts none
   kReceive,   // message from `channel` in `slot`
+  kGraph,     // CUDA: launches the executable graph `amount` (a cudaGraphExec_t)
 };
 
 struct Instruction {

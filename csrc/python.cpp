@@ -11,6 +11,8 @@
 #include <tuple>
 #include <vector>
 
+#include "cuda/cuda_device.hpp"
+#include "cuda/python.hpp"
 #include "executor.hpp"
 
 namespace py = pybind11;
@@ -80,11 +82,19 @@ class Callable {
   PyObject* function_;
 };
 
+/// A message's payload in its slot; keeps the memory mapped.
+struct Slot {
+  std::shared_ptr<zb::Mapping> mapping;
+  char* data;
+  size_t bytes;
+};
+
 /// An Executor whose lanes may run Python.
 class PyExecutor : public Executor {
  public:
-  PyExecutor(std::shared_ptr<Board> board, int rank, double timeout)
-      : PyExecutor(std::move(board), rank, timeout, std::make_shared<Threads>()) {}
+  PyExecutor(std::shared_ptr<Board> board, int rank, double timeout,
+             std::shared_ptr<zb::cuda::CudaDevice> cuda)
+      : PyExecutor(std::move(board), rank, timeout, std::move(cuda), std::make_shared<Threads>()) {}
   /// Whoever drops the last reference holds the GIL, which lanes may need to end.
   ~PyExecutor() { stop(); }
 
@@ -96,10 +106,28 @@ class PyExecutor : public Executor {
     if (!halted(zb::kHaltNs)) abandon();
   }
 
+  /// Header and payload of the message in a slot.
+  py::tuple message(int channel, int slot) const {
+    const Receiver& r = receiver(channel);
+    py::bytes header(r.header(slot));
+    if (cuda_ != nullptr)
+      return py::make_tuple(
+          header, zb::cuda::as_slot(cuda_->payload(channel, slot), r.payload_bytes(slot)));
+    return py::make_tuple(header, Slot{r.mapping(slot), r.payload(slot), r.payload_bytes(slot)});
+  }
+
+  /// The stream of a lane, as an integer.
+  uintptr_t stream(uint32_t lane) const {
+    ZB_CHECK(cuda_ != nullptr, "an executor on the CPU has no streams");
+    return reinterpret_cast<uintptr_t>(cuda_->stream(lane));
+  }
+
  private:
   PyExecutor(std::shared_ptr<Board> board, int rank, double timeout,
-             std::shared_ptr<Threads> threads)
-      : Executor(std::move(board), rank, static_cast<int64_t>(timeout * 1e9), lane_hook(threads)),
+             std::shared_ptr<zb::cuda::CudaDevice> cuda, std::shared_ptr<Threads> threads)
+      : Executor(std::move(board), rank, static_cast<int64_t>(timeout * 1e9), lane_hook(threads),
+                 cuda),
+        cuda_(std::move(cuda)),
         threads_(std::move(threads)) {}
 
   bool halted(int64_t ns) {
@@ -107,14 +135,8 @@ class PyExecutor : public Executor {
     return halt(ns);
   }
 
+  std::shared_ptr<zb::cuda::CudaDevice> cuda_;
   std::shared_ptr<Threads> threads_;
-};
-
-/// A message's payload in its slot; keeps the memory mapped.
-struct Slot {
-  std::shared_ptr<zb::Mapping> mapping;
-  char* data;
-  size_t bytes;
 };
 
 using InstructionTuple = std::tuple<uint32_t, int, int, int, uint64_t, int, std::string, int,
@@ -125,7 +147,7 @@ std::shared_ptr<Program> make_program(uint32_t lanes, const std::vector<Instruct
   list.reserve(rows.size());
   for (const auto& [lane, work, channel, slot, amount, stage, kind, microbatch, waits, signals] :
        rows) {
-    ZB_CHECK(work >= 0 && work <= static_cast<int>(Work::kReceive), "unknown kind of work");
+    ZB_CHECK(work >= 0 && work <= static_cast<int>(Work::kGraph), "unknown kind of work");
     ZB_CHECK(kind.size() == 1, "an action's kind is one letter");
     list.push_back({lane, static_cast<Work>(work), channel, slot, amount,
                     Tag{stage, microbatch, kind[0]}, waits, signals});
@@ -252,12 +274,13 @@ PYBIND11_MODULE(_native, m) {
   m.doc() = "zbpipe's native executor";
   bind_board(m);
   zb::schedule::bind(m);
+  zb::cuda::bind(m);
   bind_channels(m);
   py::class_<Program, std::shared_ptr<Program>>(m, "Program")
       .def(py::init(&make_program), py::arg("lanes"), py::arg("instructions"));
   py::class_<PyExecutor>(m, "Executor")
-      .def(py::init<std::shared_ptr<Board>, int, double>(), py::arg("board"), py::arg("rank"),
-           py::arg("timeout"))
+      .def(py::init<std::shared_ptr<Board>, int, double, std::shared_ptr<zb::cuda::CudaDevice>>(),
+           py::arg("board"), py::arg("rank"), py::arg("timeout"), py::arg("cuda") = nullptr)
       .def("add_sender",
            [](PyExecutor& e, std::shared_ptr<Sender> s) { return e.add(std::move(s)); })
       .def("add_receiver",
@@ -266,12 +289,8 @@ PYBIND11_MODULE(_native, m) {
            py::arg("payload"))
       .def("finished", [](const PyExecutor& e, uint32_t index) { return e.finished(index); })
       .def("times", &times, "Start and end of each instruction, ns of CLOCK_MONOTONIC.")
-      .def("message",
-           [](const PyExecutor& e, int channel, int slot) {
-             const Receiver& r = e.receiver(channel);
-             return py::make_tuple(py::bytes(r.header(slot)),
-                                   Slot{r.mapping(slot), r.payload(slot), r.payload_bytes(slot)});
-           })
+      .def("message", &PyExecutor::message)
+      .def("stream", &PyExecutor::stream, py::arg("lane"))
       .def("stop", &PyExecutor::stop);
   m.def("run", &run, py::arg("board"), py::arg("rank"), py::arg("jobs"), py::arg("grace_ns"));
 }

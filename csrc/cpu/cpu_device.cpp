@@ -21,7 +21,7 @@ bool CpuDevice::await(const Word& word, uint32_t value) const {
   return !board_->aborted();
 }
 
-bool CpuDevice::wait(const Program& program, uint32_t instruction) {
+bool CpuDevice::wait(const Program& program, uint32_t, uint32_t instruction) {
   uint32_t lane = program.instructions[instruction].lane;
   return await(lanes_[lane]->finished, program.position[instruction] + 1);
 }
@@ -32,7 +32,7 @@ void CpuDevice::signal(const Program& program, uint32_t instruction) {
   if (program.instructions[instruction].signals) futex_wake(word);
 }
 
-bool CpuDevice::sleep(int64_t ns) {
+bool CpuDevice::sleep(uint32_t, int64_t ns) {
   int64_t end = now_ns() + ns;
   for (int64_t left = ns; left > 0; left = end - now_ns()) {
     if (board_->aborted()) return false;
@@ -42,10 +42,16 @@ bool CpuDevice::sleep(int64_t ns) {
   return !board_->aborted();
 }
 
-bool CpuDevice::send(Sender& channel, int slot, const Message& message) {
-  return channel.send(slot, message, await_);
+bool CpuDevice::graph(uint32_t, uint64_t) {
+  throw std::runtime_error("the CPU launches no graphs: this instruction is for CUDA");
 }
 
-bool CpuDevice::receive(Receiver& channel, int slot) { return channel.receive(slot, await_); }
+bool CpuDevice::send(const Instruction& instruction, Sender& channel, const Message& message) {
+  return channel.send(instruction.slot, message, await_);
+}
+
+bool CpuDevice::receive(const Instruction& instruction, Receiver& channel) {
+  return channel.receive(instruction.slot, await_);
+}
 
 }  // namespace zb

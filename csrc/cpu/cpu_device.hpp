@@ -14,11 +14,12 @@ class CpuDevice : public Device {
   explicit CpuDevice(std::shared_ptr<Board> board);
 
   void begin(const Program& program) override;
-  bool wait(const Program& program, uint32_t instruction) override;
+  bool wait(const Program& program, uint32_t by, uint32_t instruction) override;
   void signal(const Program& program, uint32_t instruction) override;
-  bool sleep(int64_t ns) override;
-  bool send(Sender& channel, int slot, const Message& message) override;
-  bool receive(Receiver& channel, int slot) override;
+  bool sleep(uint32_t lane, int64_t ns) override;
+  bool graph(uint32_t lane, uint64_t exec) override;
+  bool send(const Instruction& instruction, Sender& channel, const Message& message) override;
+  bool receive(const Instruction& instruction, Receiver& channel) override;
 
  private:
   struct alignas(64) Counter {

@@ -54,12 +54,30 @@ bool Sender::send(int slot, const Message& message, const Wait& wait) {
     scratch_.resize(std::max(scratch_.size(), message.payload));
     memcpy(base + start, scratch_.data(), message.payload);
   }
-  state.header = static_cast<uint32_t>(message.header.size());
+  publish(slot, message.header.size(), message.payload);
+  return true;
+}
+
+bool Sender::vacant(int slot) const {
+  return reached(states_[slot].free.load(std::memory_order_acquire), extents_.at(slot).sent);
+}
+
+void Sender::announce(int slot, const std::string& header, size_t payload) {
+  ZB_CHECK(vacant(slot), "a header goes into a slot that is in use");
+  Extent& extent = extents_.at(slot);
+  ensure(extent, std::max<size_t>(header.size(), 1));
+  memcpy(extent.map->data(), header.data(), header.size());
+  publish(slot, header.size(), payload);
+}
+
+void Sender::publish(int slot, size_t header, size_t payload) {
+  Extent& extent = extents_[slot];
+  SlotState& state = states_[slot];
+  state.header = static_cast<uint32_t>(header);
   state.offset = extent.offset;
   state.capacity = extent.map->size();
-  state.payload = message.payload;
+  state.payload = payload;
   store_and_wake(state.ready, ++extent.sent);
-  return true;
 }
 
 Receiver::Receiver(std::shared_ptr<File> file, int slots, bool poison)
@@ -82,6 +100,10 @@ bool Receiver::receive(int slot, const Wait& wait) {
   }
   ++received_[slot];
   return true;
+}
+
+bool Receiver::arrived(int slot) const {
+  return reached(states_[slot].ready.load(std::memory_order_acquire), received_.at(slot) + 1);
 }
 
 void Receiver::release(int slot) {

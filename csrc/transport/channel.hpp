@@ -57,6 +57,10 @@ class Sender {
   /// Copies a message into `slot` once the receiver has let go of the slot's last one. With no
   /// pieces, `payload` bytes of the slot are written all the same (the virtual device's traffic).
   bool send(int slot, const Message& message, const Wait& wait);
+  /// True when the receiver has let go of the slot's last message.
+  bool vacant(int slot) const;
+  /// Publishes a header alone, into a vacant slot; the `payload` bytes go another way.
+  void announce(int slot, const std::string& header, size_t payload);
 
  private:
   struct Extent {
@@ -65,6 +69,7 @@ class Sender {
     uint32_t sent = 0;
   };
   void ensure(Extent& extent, size_t bytes);
+  void publish(int slot, size_t header, size_t payload);
 
   std::shared_ptr<File> file_;
   std::unique_ptr<Mapping> control_;
@@ -81,6 +86,8 @@ class Receiver {
   int slots() const { return static_cast<int>(received_.size()); }
   /// Waits for the next message of `slot`, after letting go of the one before.
   bool receive(int slot, const Wait& wait);
+  /// True when the next message of `slot` is there, the one before being let go of.
+  bool arrived(int slot) const;
   /// Lets go of the message in `slot`: the sender may overwrite it. Idempotent.
   void release(int slot);
   void release_all();

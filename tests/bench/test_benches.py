@@ -15,6 +15,8 @@ BENCH = Path(__file__).parents[2] / "bench"
 # Arguments of a small run, and keys of its JSON that hold a number.
 SMALL = {
     "hf_vs_torch": (["--quick"], ["ratio_vs_torch_1f1b"]),
+    "executor_overhead": (["--repeats", "1"], ["native_us", "callback_us"]),
+    "gpu_check": (["--only", "doctor"], []),  # the rest: test_gpu_check.py
     "runtime_vs_torch": (
         ["--quick"],
         [
@@ -31,7 +33,7 @@ SMALL = {
     ),
     "transport": (
         ["--repeats", "1"],
-        ["latency_64kib_us", "latency_1mib_us", "throughput_16mib_gbs", "native_us", "callback_us"],
+        ["latency_64kib_us", "latency_1mib_us", "throughput_16mib_gbs"],
     ),
 }
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from .._version import __version__
 from ..errors import ZbpipeError
-from . import demo, schedule
+from . import demo, doctor, schedule
 
-COMMANDS = (demo, schedule)
+COMMANDS = (demo, schedule, doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -29,7 +29,18 @@ class Crew:
     (one that is stuck in user code is left behind) and shared memory goes with its last owner.
     """
 
-    def __init__(self, world: World, timeout: float, poison: bool = False) -> None:
+    def __init__(
+        self,
+        world: World,
+        timeout: float,
+        poison: bool = False,
+        devices: Mapping[int, int] | None = None,
+    ) -> None:
+        """Collective. `devices`: the CUDA device of each rank of this process; None for the CPU.
+
+        With it `cuda[rank]` is the native device: `cuda[rank].after(stream)` makes the next run
+        begin after what is in a stream now, `executors[rank].stream(lane)` is a lane's stream.
+        """
         self.world = world
         self._poison = poison
         self._pid = os.getpid()
@@ -45,7 +56,15 @@ class Crew:
         if board is None:
             board = _native.Board.open(everyone[0][1], everyone[0][2], world.size)
         self.board = board
-        self.executors = {rank: _native.Executor(self.board, rank, timeout) for rank in world.local}
+        self.cuda = {
+            rank: _native.cuda.Device(board, rank, device)
+            for rank, device in (devices or {}).items()
+        }
+        self._devices = dict(devices or {})
+        self.executors = {
+            rank: _native.Executor(self.board, rank, timeout, self.cuda.get(rank))
+            for rank in world.local
+        }
         self._slots: dict[tuple[int, int], int] = {}
         self._errors: dict[int, BaseException] = {}
         self.close = weakref.finalize(self, _stop, tuple(self.executors.values()))
@@ -60,25 +79,41 @@ class Crew:
         ones by source.
         """
         self._slots = dict(slots)
-        made: dict[tuple[int, int], tuple[int, int]] = {}
+        made: dict[tuple[int, int], tuple[int, int, int]] = {}
+        links: dict[tuple[int, int], Any] = {}
         for (source, target), count in sorted(slots.items()):
             if source in self.executors:
-                sender = _native.Sender(count)
-                made[source, target] = (os.getpid(), sender.fd)
+                sender, fd = _native.Sender(count), -1
                 self.executors[source].add_sender(sender)
+                if source in self.cuda:
+                    device = self._devices[source]
+                    link = _native.cuda.OutLink(self.board, device, target, count)
+                    self.cuda[source].add_out(link)
+                    links[source, target], fd = link, link.fd
+                made[source, target] = (os.getpid(), sender.fd, fd)
         everywhere = {pair: at for part in self.world.gather(made) for pair, at in part.items()}
         for (source, target), count in sorted(slots.items(), key=lambda item: item[0][::-1]):
             if target in self.executors:
-                pid, fd = everywhere[source, target]
-                receiver = _native.Receiver(pid, fd, count, self._poison)
+                pid, fd, link_fd = everywhere[source, target]
+                on_host = self._poison and target not in self.cuda
+                receiver = _native.Receiver(pid, fd, count, on_host)
                 self.executors[target].add_receiver(receiver)
+                if target in self.cuda:
+                    at = (self.board, self._devices[target], source)
+                    out = links.get((source, target))
+                    self.cuda[target].add_in(
+                        _native.cuda.InLink.open(*at, pid, link_fd, count, self._poison)
+                        if out is None
+                        else _native.cuda.InLink.beside(out, *at, self._poison)
+                    )
         self.world.gather(None)  # nobody may leave before its channels have been opened
 
     def transports(self) -> dict[tuple[int, int], str]:
         """The transport of each channel that starts or ends here."""
         own = self.executors
+        between = "ipc" if self.cuda else "shm"
         return {
-            pair: "local" if pair[0] in own and pair[1] in own else "shm"
+            pair: "local" if pair[0] in own and pair[1] in own else between
             for pair in self._slots
             if pair[0] in own or pair[1] in own
         }

@@ -1,0 +1,261 @@
+"""Everything that only a GPU can tell, in one run of a few minutes; JSON out.
+
+    python bench/gpu_check.py [--json FILE] [--only PART ...]
+
+build      the extension, from source
+doctor     what `zbpipe doctor` finds
+tests      the tests marked gpu: several ranks on one GPU, in a process and by IPC; graphs
+overhead   what an instruction costs the host, and the device lanes, at p = 1
+flags      one hop between two ranks on one GPU: action's end → stream-written flag → action's start
+copy       a copy to another rank under a running GEMM, against each alone
+step       a training step at p = 1 against plain PyTorch
+
+Each part runs in a process of its own, says "ok", "failed" or "no device", and keeps no other from
+running. The exit status is 1 where a part failed; without a device nothing has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+MIB = 1 << 20
+MARK = "gpu_check result: "
+PATIENCE_S = 120  # of a part; the parts together are to stay under 5 minutes
+
+
+def build() -> dict[str, Any]:
+    start = time.monotonic()
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
+    return {"seconds": time.monotonic() - start}
+
+
+def doctor() -> dict[str, Any]:
+    from zbpipe.doctor import examine
+
+    return examine().as_json()
+
+
+def gpu_tests() -> dict[str, Any]:
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests", "-q", "-rfE"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    last = done.stdout.strip().splitlines()[-12:]
+    if done.returncode != 0:
+        raise RuntimeError("\n".join(last))
+    return {"pytest": last}
+
+
+def overhead() -> dict[str, Any]:
+    import executor_overhead
+
+    on_cpu, on_gpu = executor_overhead.overhead(5), executor_overhead.overhead(5, {0: 0})
+    return {
+        where: {name: statistics.median(values) for name, values in samples.items()}
+        for where, samples in (("cpu", on_cpu), ("gpu", on_gpu))
+    }
+
+
+def _crew(nbytes: int, callbacks: bool) -> tuple[Any, Any, Any]:
+    """Two ranks of this process on device 0; rank 1 answers what rank 0 sends."""
+    from zbpipe.program import compile, virtual
+    from zbpipe.runtime.executor import Crew
+    from zbpipe.runtime.world import World
+    from zbpipe.schedule.core import Action, Schedule
+
+    rows = tuple(
+        tuple(Action(stage, kind, i) for i in range(50) for kind in "FB") for stage in (0, 1)
+    )
+    programs = compile(Schedule(rows, 50, (0, 1)))
+    crew = Crew(World(2, (0, 1)), 60.0, devices={0: 0, 1: 0})
+    crew.connect(programs.slots)
+    wanted = programs if callbacks else virtual(programs, lambda _: 0.0, lambda _: nbytes)
+    return crew, programs, crew.load(wanted)
+
+
+def flags() -> dict[str, Any]:
+    from zbpipe.schedule.core import Action
+
+    out: dict[str, Any] = {}
+    for name, nbytes in (("4b", 4), ("1mib", MIB), ("64mib", 64 * MIB)):
+        crew, _, loaded = _crew(nbytes, callbacks=False)
+        hops: list[float] = []
+        for run in range(4):
+            crew.run(loaded, {0: None, 1: None})
+            spans = {(s.rank, s.lane, s.action): s for s in crew.timeline(loaded).spans}
+            for i in range(50) if run else ():
+                made = spans[0, "compute", Action(0, "F", i)].end
+                hops.append(spans[1, "compute", Action(1, "F", i)].start - made)
+        crew.close()
+        out[f"hop_{name}_us"] = statistics.median(hops) * 1e6
+    return out
+
+
+def copy() -> dict[str, Any]:
+    """Rank 0's actions are GEMMs; it sends 64 MiB after each, from memory that nothing changes."""
+    import torch
+
+    a, b = (torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    data = torch.empty(64 * MIB, device="cuda", dtype=torch.uint8)
+    torch.cuda.synchronize()
+
+    def measure(gemms: int, sends: int) -> float:
+        crew, programs, loaded = _crew(0, callbacks=True)
+        streams = {
+            rank: torch.cuda.ExternalStream(crew.executors[rank].stream(0)) for rank in (0, 1)
+        }
+
+        def act(rank: int) -> Callable[[int], None]:
+            program = programs.ranks[rank]
+
+            def callback(index: int) -> None:
+                with torch.cuda.stream(streams[rank]), torch.no_grad():
+                    for _ in range(gemms if rank == 0 else 0):
+                        torch.mm(a, b)
+                send = program.sends.get(index)
+                if send is not None:
+                    nbytes = data.numel() if rank == 0 and sends else 4
+                    crew.executors[rank].post(send, b"", [(data.data_ptr(), nbytes, 0)], nbytes)
+
+            return callback
+
+        seconds = []
+        for _ in range(4):
+            crew.run(loaded, {0: act(0), 1: act(1)})
+            spans = crew.timeline(loaded).spans
+            seconds.append(max(s.end for s in spans) - min(s.start for s in spans))
+        crew.close()
+        return statistics.median(seconds[1:])
+
+    return {
+        "gemm_s": measure(2, 0),
+        "copy_s": measure(0, 1),
+        "both_s": measure(2, 1),
+        "note": "50 rounds of 4 GEMMs (4096, bf16) and one copy of 64 MiB",
+    }
+
+
+def step() -> dict[str, Any]:
+    import torch
+
+    import zbpipe
+    from zbpipe.demo.gpt import GPT, GPTConfig, loss_fn
+
+    config = GPTConfig(hidden=1024, layers=8, heads=16, sequence=512)
+    tokens = torch.randint(0, config.vocab, (16, config.sequence + 1), device="cuda")
+    x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def timed(run: Callable[[], Any]) -> float:
+        seconds = []
+        for _ in range(8):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            run()
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+        return statistics.median(seconds[3:])
+
+    def plain() -> None:
+        for xs, ys in zip(x.tensor_split(8), y.tensor_split(8), strict=True):
+            (loss_fn(model(xs), ys) / 8).backward()
+
+    model = GPT(config).cuda()
+    without = timed(plain)
+    model.zero_grad()
+    pipe = zbpipe.wrap(model, microbatches=8, schedule="zb1p", loss_fn=loss_fn)
+    return {"plain_s": without, "zbpipe_s": timed(lambda: pipe.step(x, target=y))}
+
+
+# What each part does, and whether it needs a device.
+PARTS: dict[str, tuple[Callable[[], dict[str, Any]], bool]] = {
+    "build": (build, False),
+    "doctor": (doctor, False),
+    "tests": (gpu_tests, True),
+    "overhead": (overhead, True),
+    "flags": (flags, True),
+    "copy": (copy, True),
+    "step": (step, True),
+}
+
+
+def why_no_device() -> str | None:
+    """None where there is a CUDA device; else what is missing."""
+    try:
+        from zbpipe import _native
+
+        probe = _native.cuda.probe()
+    except (ImportError, RuntimeError) as error:
+        return str(error)
+    return None if probe["devices"] else probe["error"] or "the CUDA runtime sees no device"
+
+
+def run_here(name: str) -> dict[str, Any]:
+    """Run a part in this process."""
+    act, on_device = PARTS[name]
+    missing = why_no_device() if on_device else None
+    if missing is not None:
+        return {"status": "no device", "detail": missing}
+    try:
+        return {"status": "ok"} | act()
+    except Exception as error:
+        return {
+            "status": "failed",
+            "detail": f"{type(error).__name__}: {error}",
+            "trace": traceback.format_exc()[-2000:],
+        }
+
+
+def run_apart(name: str) -> dict[str, Any]:
+    """Run a part in a process of its own, so that neither a crash nor a hang ends the others."""
+    command = [sys.executable, str(Path(__file__)), "--part", name]
+    start = time.monotonic()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        return {"status": "failed", "detail": f"did not end in {PATIENCE_S} s"}
+    told = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
+    if not told:
+        words = (done.stdout + done.stderr)[-2000:]
+        return {"status": "failed", "detail": f"exit status {done.returncode}: {words}"}
+    result: dict[str, Any] = json.loads(told[-1].removeprefix(MARK))
+    return result | {"took_s": time.monotonic() - start}
+
+
+def check(names: Iterable[str]) -> dict[str, Any]:
+    """Every part's result by name, printed as they come."""
+    results = {}
+    for name in names:
+        results[name] = run_apart(name)
+        shown = {k: v for k, v in results[name].items() if k not in ("trace", "findings")}
+        print(f"{name:<10}{json.dumps(shown)}", flush=True)
+    return results
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write all results here")
+    parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help="these parts")
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.part is not None:
+        print(MARK + json.dumps(run_here(options.part)))
+        return 0
+    results = check(options.only or PARTS)
+    if options.json is not None:
+        options.json.write_text(json.dumps(results, indent=2) + "\n")
+    return int(any(result["status"] == "failed" for result in results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+#include "cuda/python.hpp"
+
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <string>
+
+#include "cuda/cuda_device.hpp"
+
+namespace py = pybind11;
+
+namespace zb::cuda {
+namespace {
+
+/// A received payload in device memory, for torch.as_tensor or as plain numbers.
+struct DeviceSlot {
+  uintptr_t data;
+  size_t bytes;
+
+  /// The CUDA array interface, version 3: raw bytes, ordered by the executor's events alone.
+  py::dict interface() const {
+    py::dict out;
+    out["shape"] = py::make_tuple(bytes);
+    out["typestr"] = "|u1";
+    out["data"] = py::make_tuple(data, false);
+    out["version"] = 3;
+    out["stream"] = py::none();
+    return out;
+  }
+};
+
+// cudaDeviceAttr of driver_types.h, the same in CUDA 12 and 13.
+constexpr int kAsyncEngineCount = 40, kMultiProcessorCount = 16;
+constexpr int kMajor = 75, kMinor = 76;
+
+int attribute(const Runtime& runtime, int attribute, int device) {
+  int value = 0;
+  ZB_CUDA(runtime, cudaDeviceGetAttribute(&value, attribute, device));
+  return value;
+}
+
+py::dict describe(const Runtime& runtime, int device, int count) {
+  char bus[32] = {};
+  ZB_CUDA(runtime, cudaDeviceGetPCIBusId(bus, sizeof(bus), device));
+  py::dict out;
+  out["bus"] = std::string(bus);
+  out["capability"] =
+      py::make_tuple(attribute(runtime, kMajor, device), attribute(runtime, kMinor, device));
+  out["multiprocessors"] = attribute(runtime, kMultiProcessorCount, device);
+  out["copy_engines"] = attribute(runtime, kAsyncEngineCount, device);
+  py::list peers;
+  for (int other = 0; other < count; ++other) {
+    int access = 0;
+    if (other != device) ZB_CUDA(runtime, cudaDeviceCanAccessPeer(&access, device, other));
+    if (access != 0) peers.append(other);
+  }
+  out["peers"] = peers;
+  return out;
+}
+
+/// What `zbpipe doctor` reports. Raises RuntimeError where no runtime can be loaded.
+py::dict probe() {
+  auto runtime = Runtime::load();
+  py::dict out;
+  int version = 0, driver = 0, count = 0;
+  ZB_CUDA(*runtime, cudaRuntimeGetVersion(&version));
+  out["library"] = runtime->library();
+  out["runtime"] = version;
+  // 0 where no driver is installed.
+  ZB_CUDA(*runtime, cudaDriverGetVersion(&driver));
+  out["driver"] = driver;
+  out["stream_memory_operations"] = runtime->cuStreamWaitValue32 != nullptr;
+  py::list devices;
+  out["devices"] = devices;
+  out["error"] = py::none();
+  try {
+    ZB_CUDA(*runtime, cudaGetDeviceCount(&count));
+    for (int device = 0; device < count; ++device)
+      devices.append(describe(*runtime, device, count));
+  } catch (const std::runtime_error& error) {
+    out["error"] = error.what();
+  }
+  return out;
+}
+
+std::shared_ptr<InLink> open(std::shared_ptr<Board> board, int device, int peer, int pid, int fd,
+                             int slots, bool poison) {
+  auto runtime = Runtime::load();
+  OnDevice scope(*runtime, device);
+  auto words = std::make_shared<LinkWords>(runtime, File::open(pid, fd), slots);
+  return std::make_shared<InLink>(runtime, std::move(board), device, peer, std::move(words),
+                                  poison);
+}
+
+std::shared_ptr<InLink> beside(const OutLink& out, std::shared_ptr<Board> board, int device,
+                               int peer, bool poison) {
+  out.words()->make_local();
+  return std::make_shared<InLink>(Runtime::load(), std::move(board), device, peer, out.words(),
+                                  poison);
+}
+
+}  // namespace
+
+py::object as_slot(char* data, size_t bytes) {
+  return py::cast(DeviceSlot{reinterpret_cast<uintptr_t>(data), bytes});
+}
+
+void bind(py::module_& m) {
+  py::module_ cuda = m.def_submodule("cuda", "The executor on CUDA");
+  cuda.def("probe", &probe);
+  py::class_<DeviceSlot>(cuda, "DeviceSlot")
+      .def_readonly("data", &DeviceSlot::data)
+      .def_readonly("nbytes", &DeviceSlot::bytes)
+      .def_property_readonly("__cuda_array_interface__", &DeviceSlot::interface);
+  py::class_<OutLink, std::shared_ptr<OutLink>>(cuda, "OutLink")
+      .def(py::init([](std::shared_ptr<Board> board, int device, int peer, int slots) {
+             return std::make_shared<OutLink>(Runtime::load(), std::move(board), device, peer,
+                                              slots);
+           }),
+           py::arg("board"), py::arg("device"), py::arg("peer"), py::arg("slots"))
+      .def_property_readonly("fd", [](const OutLink& link) { return link.words()->fd(); });
+  py::class_<InLink, std::shared_ptr<InLink>>(cuda, "InLink")
+      .def_static("open", &open, py::arg("board"), py::arg("device"), py::arg("peer"),
+                  py::arg("pid"), py::arg("fd"), py::arg("slots"), py::arg("poison") = false)
+      .def_static("beside", &beside, py::arg("out"), py::arg("board"), py::arg("device"),
+                  py::arg("peer"), py::arg("poison") = false);
+  py::class_<CudaDevice, std::shared_ptr<CudaDevice>>(cuda, "Device")
+      .def(py::init<std::shared_ptr<Board>, int, int>(), py::arg("board"), py::arg("rank"),
+           py::arg("ordinal"))
+      .def("add_out", [](CudaDevice& d, std::shared_ptr<OutLink> l) { d.add(std::move(l)); })
+      .def("add_in", [](CudaDevice& d, std::shared_ptr<InLink> l) { d.add(std::move(l)); })
+      .def(
+          "stream",
+          [](CudaDevice& d, uint32_t lane) { return reinterpret_cast<uintptr_t>(d.stream(lane)); },
+          py::arg("lane"))
+      .def(
+          "after",
+          [](CudaDevice& d, uintptr_t stream) { d.after(reinterpret_cast<Stream>(stream)); },
+          py::arg("stream"));
+}
+
+}  // namespace zb::cuda

@@ -1,0 +1,134 @@
+/// One process's share of the fake device: streams, the hardware queues that they share,
+/// allocations and registered host memory.
+#pragma once
+
+#include <unistd.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "universe.hpp"
+
+namespace fake {
+
+/// What cudaEventRecord left behind.
+struct Record {
+  std::atomic<bool> done{false};
+  int64_t time = 0;
+  Clock clock{};
+};
+
+struct Event {
+  std::mutex mutex;
+  std::shared_ptr<Record> record;
+};
+
+/// Kinds of faults that a test can plant, by stream.
+enum Fault { kSkipWaitValue, kSkipWaitEvent, kRecordEarly, kFaults };
+
+struct Queue;
+
+struct Stream {
+  int actor = -1;
+  Queue* queue = nullptr;
+  std::atomic<uint64_t> enqueued{0}, completed{0};
+  Clock before_last_work{};  // for kRecordEarly
+  int fault_at[kFaults];     // which call of that kind misbehaves, from 0; -1 none, -2 all
+  int seen[kFaults] = {};
+  bool faulty(Fault kind);
+};
+
+/// One entry of a queue. `wait` may block; `effect` happens after the stream's clock has advanced.
+struct Op {
+  Stream* stream = nullptr;
+  std::shared_ptr<const Clock> host;  // what the enqueueing thread knew
+  std::function<void()> wait;
+  std::function<void(Clock& clock)> order;  // under the universe's lock
+  std::function<void()> effect;
+  bool work = false;  // touches memory
+};
+
+/// A hardware queue: first in, first out, whatever the streams are.
+struct Queue {
+  std::mutex mutex;
+  std::condition_variable filled;
+  std::deque<Op> ops;
+  bool stopped = false;
+};
+
+struct Allocation {
+  char* base;  // of the block
+  uint64_t whole;
+  int fd;
+  int buffer;
+  bool imported;
+};
+
+struct Region {
+  char* base;
+  uint64_t bytes, file, offset;
+};
+
+struct Word {
+  uint64_t file, offset;
+  uint32_t* at;
+};
+
+class Process {
+ public:
+  Process();
+
+  Universe universe;
+  pid_t pid = getpid();
+  int connections;
+
+  /// Gives threads and memory back; no stream may be in use.
+  void shut();
+  Stream* make_stream(int device);
+  void destroy(Stream* stream);
+  void enqueue(Op op);
+  /// The thread's actor.
+  int host();
+  std::shared_ptr<const Clock> host_clock();
+  /// The thread takes memory that is known to be free.
+  void take(int buffer);
+  /// The calling thread has seen that what `clock` says is over. It may then let go of memory; but
+  /// what it enqueues later comes after that only if `orders`, since what a look at an event finds
+  /// is luck, and luck must not hide that an edge is missing.
+  void seen(const Clock& clock, bool orders);
+
+  /// The allocation and offset of device memory; reports and returns null where there is none.
+  const Allocation* find(const void* data, uint64_t bytes, const std::string& what);
+  void access(int actor, const void* data, uint64_t bytes, bool write, const std::string& what);
+  bool word(uint64_t address, Word& out);
+
+  std::mutex mutex;  // of everything below
+  std::condition_variable happened;
+  std::map<char*, Allocation> allocations;
+  std::map<char*, Region> regions;
+  std::map<std::string, int> calls;
+  int made = 0;
+  Clock known{};  // what some thread of the process has seen to be over; under the universe's lock
+
+ private:
+  void run(Queue& queue);
+  void perform(Op& op);
+  std::map<int, std::unique_ptr<Queue>> queues_;
+};
+
+/// This process's; made anew in a forked child and after `fake_reset`.
+Process& process();
+void reset();
+int64_t now_ns();
+void count(const char* call);
+
+}  // namespace fake

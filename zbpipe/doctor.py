@@ -1,0 +1,226 @@
+"""What this machine and installation can do, and how to mend what is missing. Without torch."""
+
+from __future__ import annotations
+
+import ctypes.util
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+# What the CPU path needs; the rest is for CUDA.
+_REQUIRED = ("extension", "torch", "transport shm")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at. `fix` says what to do where `ok` is false, else it is empty."""
+
+    name: str
+    ok: bool
+    detail: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that was found."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def cpu(self) -> bool:
+        """True when pipelines run on the CPU here."""
+        return all(found.ok for found in self.findings if found.name in _REQUIRED)
+
+    @property
+    def cuda(self) -> bool:
+        """True when Programs can run on a CUDA device here."""
+        return any(found.name == "transport ipc" and found.ok for found in self.findings)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"cpu": self.cpu, "cuda": self.cuda, "findings": [asdict(f) for f in self.findings]}
+
+
+def examine() -> Report:
+    """Look at everything; never raises for what is missing, and takes well under a second."""
+    native, extension = _extension()
+    probe, cuda = _cuda(native)
+    return Report((extension, _torch(), *cuda, _nccl(), _triton(), _queues(), *_transports(probe)))
+
+
+def _extension() -> tuple[Any, Finding]:
+    try:
+        from . import _native
+    except ImportError as error:
+        return None, Finding(
+            "extension",
+            False,
+            f"zbpipe._native does not load: {error}",
+            "build it with `pip install --no-build-isolation -e .`, or with `python setup.py "
+            "build_ext --inplace`; it needs a C++17 compiler, pybind11 and ninja, no CUDA toolkit",
+        )
+    return _native, Finding("extension", True, f"{_native.__file__}, {platform.machine()}")
+
+
+def _torch() -> Finding:
+    """torch's version and the CUDA it was built for, read from its files."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return Finding("torch", False, "not installed", "pip install torch")
+    text = (Path(spec.origin).parent / "version.py").read_text()
+    version = re.search(r"__version__ = '([^']*)'", text)
+    built = re.search(r"cuda[^=\n]*= '([^']*)'", text)
+    what = f"for CUDA {built[1]}" if built else "for the CPU only"
+    return Finding("torch", True, f"{version[1] if version else 'unknown version'}, built {what}")
+
+
+def _cuda(native: Any) -> tuple[dict[str, Any] | None, list[Finding]]:
+    """Driver, runtime, devices and the ways between them."""
+    if native is None:
+        return None, [
+            Finding("CUDA", False, "not looked at: the extension is missing", "see there")
+        ]
+    try:
+        probe: dict[str, Any] = native.cuda.probe()
+    except RuntimeError as error:
+        return None, [
+            Finding(
+                "CUDA runtime",
+                False,
+                str(error),
+                "pip install nvidia-cuda-runtime (CUDA 13) or nvidia-cuda-runtime-cu12, and set "
+                "ZBPIPE_CUDART to its libcudart.so; only CUDA devices need it",
+            )
+        ]
+    found = [
+        Finding("CUDA runtime", True, f"{_version(probe['runtime'])}, {probe['library']}"),
+        _driver(probe),
+        *_devices(probe),
+    ]
+    return probe, found
+
+
+def _version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def _driver(probe: dict[str, Any]) -> Finding:
+    name = "CUDA driver"
+    if probe["driver"] == 0:
+        return Finding(
+            name,
+            False,
+            "no driver: libcuda.so.1 is not there",
+            "install the NVIDIA driver; in a container, start it with the devices (--gpus all)",
+        )
+    detail = f"supports CUDA {_version(probe['driver'])}"
+    if probe["driver"] // 1000 < probe["runtime"] // 1000:
+        older = f"ZBPIPE_CUDART to a libcudart.so.{probe['driver'] // 1000}"
+        return Finding(name, False, f"{detail} only", f"install a newer driver, or point {older}")
+    if not probe["stream_memory_operations"]:
+        return Finding(
+            name,
+            False,
+            f"{detail}, without cuStreamWaitValue32_v2",
+            "install a driver of CUDA 12 or newer: streams order ranks by it",
+        )
+    return Finding(name, True, detail)
+
+
+def _devices(probe: dict[str, Any]) -> list[Finding]:
+    devices = probe["devices"]
+    if not devices:
+        why = probe["error"] or "no CUDA device"
+        return [Finding("devices", False, why, "check nvidia-smi and CUDA_VISIBLE_DEVICES")]
+    lines = [
+        f"{i}: {d['bus']}, compute capability {d['capability'][0]}.{d['capability'][1]}, "
+        f"{d['multiprocessors']} SMs, {d['copy_engines']} copy engines"
+        for i, d in enumerate(devices)
+    ]
+    apart = [
+        f"{a}-{b}"
+        for a in range(len(devices))
+        for b in range(a + 1, len(devices))
+        if b not in devices[a]["peers"]
+    ]
+    peers = Finding(
+        "peer access", True, "between all devices" if len(devices) > 1 else "one device"
+    )
+    if apart:
+        peers = Finding(
+            "peer access",
+            False,
+            f"none between devices {', '.join(apart)}: their copies go through the host",
+            "check the topology (nvidia-smi topo -m), IOMMU and ACS settings; slower, not wrong",
+        )
+    return [Finding("devices", True, "; ".join(lines)), peers]
+
+
+def _installed(*names: str) -> str | None:
+    """The first of the distributions that is installed, with its version."""
+    for name in names:
+        try:
+            return f"{name} {importlib.metadata.version(name)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _nccl() -> Finding:
+    found = _installed("nvidia-nccl-cu13", "nvidia-nccl-cu12") or ctypes.util.find_library("nccl")
+    if found is not None:
+        return Finding("NCCL", True, f"{found}; torch.distributed uses it, zbpipe's ranks do not")
+    fix = "it comes with torch for CUDA; only torch.distributed on CUDA needs it"
+    return Finding("NCCL", False, "not found", fix)
+
+
+def _triton() -> Finding:
+    found = _installed("triton")
+    if found is not None:
+        return Finding("Triton", True, found)
+    fix = "pip install triton (or zbpipe[cuda]); only zbpipe.kernels needs it"
+    return Finding("Triton", False, "not installed", fix)
+
+
+def _queues() -> Finding:
+    """Streams share hardware queues where there are fewer of them."""
+    name, given = "hardware queues", os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    if given is None:
+        return Finding(name, True, "CUDA_DEVICE_MAX_CONNECTIONS is not set: CUDA's default, 8")
+    detail = f"CUDA_DEVICE_MAX_CONNECTIONS={given}"
+    if given.isdigit() and int(given) >= 8:
+        return Finding(name, True, detail)
+    return Finding(
+        name,
+        False,
+        f"{detail}: streams of a rank share queues, so that a transfer that waits may hold up work",
+        "unset it, or set it to 8 to 32; slower, not wrong",
+    )
+
+
+def _transports(probe: dict[str, Any] | None) -> list[Finding]:
+    shm = Finding("transport shm", True, "between processes of this host, on the CPU (memfd)")
+    try:
+        fd = os.memfd_create("zbpipe-doctor", os.MFD_CLOEXEC)
+    except (AttributeError, OSError) as error:
+        fix = "run on Linux, in a sandbox that allows memfd_create"
+        shm = Finding("transport shm", False, f"no shared memory: {error}", fix)
+    else:
+        reachable = Path(f"/proc/{os.getpid()}/fd/{fd}").exists()
+        os.close(fd)
+        if not reachable:
+            shm = Finding(
+                "transport shm", False, "/proc is not mounted", "mount /proc: ranks meet there"
+            )
+    ready = probe is not None and bool(probe["devices"]) and probe["stream_memory_operations"]
+    ipc = (
+        Finding("transport ipc", True, "between processes of this host, on CUDA")
+        if ready
+        else Finding("transport ipc", False, "needs CUDA devices", "see the CUDA lines above")
+    )
+    return [Finding("transport local", True, "between ranks of one process"), shm, ipc]
