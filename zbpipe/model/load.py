@@ -29,13 +29,15 @@ def load(
     roots: Sequence[nn.Module],
     whole: nn.Module | None = None,
     everywhere: Iterable[nn.Module] = (),
+    device: torch.device | None = None,
 ) -> None:
     """Fill the parameters and buffers of `roots` (stages) from the checkpoint at `path`.
 
     `path`: a safetensors file, or a folder with one or with an index. `whole`: the Hugging Face
-    model that the stages are of, and the modules before its layers, which run `everywhere`. Tensors
-    are cast to the dtypes that the model has. Parameters stay the same objects, so an optimizer
-    that was made before still holds them.
+    model that the stages are of, and the modules before its layers, which run `everywhere`.
+    `device`: of what is on meta so far, by default the CPU. Tensors are cast to the dtypes that the
+    model has. Parameters stay the same objects, so an optimizer that was made before still holds
+    them.
     Raises ConfigError where there is no checkpoint, or one that lacks entries or has them in other
     shapes, naming them, before anything was changed.
     """
@@ -49,9 +51,9 @@ def load(
             found, buffers = _converted(whole, own, entries)
     _check(path, own, found)
     for name, tensor in own.items():
-        _fill(roots, name, tensor, found[name])
+        _fill(roots, name, tensor, found[name], device)
     if whole is not None:
-        _materialize(whole, everywhere, buffers)
+        _materialize(whole, everywhere, buffers, device)
 
 
 def _named(roots: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
@@ -99,12 +101,18 @@ def _check(path: Path, own: Mapping[str, torch.Tensor], found: Mapping[str, torc
         )
 
 
-def _fill(roots: Sequence[nn.Module], name: str, tensor: torch.Tensor, value: torch.Tensor) -> None:
+def _fill(
+    roots: Sequence[nn.Module],
+    name: str,
+    tensor: torch.Tensor,
+    value: torch.Tensor,
+    device: torch.device | None,
+) -> None:
     if not tensor.is_meta:
         with torch.no_grad():
             tensor.copy_(value)
         return
-    value = value.to(tensor.dtype).clone()  # a file's memory is not ours to write
+    value = value.to(device, tensor.dtype, copy=True)  # a file's memory is not ours to write
     if isinstance(tensor, nn.Parameter):
         _become(tensor, value)
         return
@@ -204,7 +212,10 @@ def _on_meta(module: nn.Module, name: str) -> bool:
 
 
 def _materialize(
-    model: nn.Module, everywhere: Iterable[nn.Module], buffers: Mapping[str, torch.Tensor]
+    model: nn.Module,
+    everywhere: Iterable[nn.Module],
+    buffers: Mapping[str, torch.Tensor],
+    device: torch.device | None,
 ) -> None:
     """Buffers on meta; and zeros for parameters of modules that run on other stages' behalf.
 
@@ -215,11 +226,11 @@ def _materialize(
         prefix, _, key = name.rpartition(".")
         module = model.get_submodule(prefix)
         if _on_meta(module, key):
-            module._buffers[key] = value
+            module._buffers[key] = value.to(device)
     for module in everywhere:
         for parameter in module.parameters():
             if parameter.is_meta:
-                zero = torch.zeros((), dtype=parameter.dtype)
+                zero = torch.zeros((), dtype=parameter.dtype, device=device)
                 _become(parameter, zero.expand(parameter.shape))
 
 

@@ -17,6 +17,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import ConfigError
+from .device import Device
 
 _ALIGN = 64  # bytes; what vector loads and BLAS like
 
@@ -166,13 +167,12 @@ def _dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def unpack(header: bytes, slot: Any) -> tuple[list[torch.Tensor | None], list[bool], Any]:
+def unpack(
+    header: bytes, slot: Any, device: Device
+) -> tuple[list[torch.Tensor | None], list[bool], Any]:
     """(tensors, which require a gradient, extra) of a message; tensors alias the slot's memory."""
     extra, metas = pickle.loads(header)
-    memory = memoryview(slot)
-    storage = (
-        torch.frombuffer(memory, dtype=torch.uint8).untyped_storage() if memory.nbytes else None
-    )
+    storage, there = device.storage(slot), device.where
     tensors: list[torch.Tensor | None] = []
     for meta in metas:
         if meta is None:
@@ -180,10 +180,10 @@ def unpack(header: bytes, slot: Any) -> tuple[list[torch.Tensor | None], list[bo
             continue
         dtype, size, stride, offset, _ = meta
         if storage is None or 0 in size:
-            tensors.append(torch.empty_strided(size, stride, dtype=dtype))
+            tensors.append(torch.empty_strided(size, stride, dtype=dtype, device=there))
             continue
         # Not a view: layers may change what they receive in place.
-        fresh = torch.empty(0, dtype=dtype)
+        fresh = torch.empty(0, dtype=dtype, device=there)
         tensors.append(fresh.set_(storage, offset // fresh.element_size(), size, stride))
     return tensors, [meta is not None and meta.requires_grad for meta in metas], extra
 

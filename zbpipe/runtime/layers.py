@@ -99,27 +99,32 @@ def _run(
 ) -> tuple[list[float], tuple[float, float, float]]:
     """Seconds of F, I, W and, with a meter, bytes of act, stash and transient."""
     act = stash = transient = 0.0
-    clock = [time.perf_counter()]
+    clock = [_now(stage)]
     outputs = _roots(stage.forward(0, inputs, batch, 0, None))
     del inputs  # what holds it now is the graph
     stage.keep(0, outputs)
     grads = [torch.ones_like(t) for t in outputs]
     outputs.clear()
-    clock.append(time.perf_counter())
+    clock.append(_now(stage))
     if meter is not None:
         meter.sample()
         act = float(meter.held)
     stage.backward(0, list(grads), fused=False)
-    clock.append(time.perf_counter())
+    clock.append(_now(stage))
     if meter is not None:
         meter.sample()
         stash = float(meter.held)
     stage.weights(0)
-    clock.append(time.perf_counter())
+    clock.append(_now(stage))
     if meter is not None:
         meter.sample()
         transient = max(meter.transients)
     return [b - a for a, b in pairwise(clock)], (act, stash, transient)
+
+
+def _now(stage: Stage) -> float:
+    stage.device.synchronize()
+    return time.perf_counter()
 
 
 def _roots(output: Any) -> list[torch.Tensor]:

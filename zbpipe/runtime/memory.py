@@ -90,7 +90,10 @@ class Meter:
 
     def stash(self, entry: Deferred) -> list[Held]:
         """Count what `entry` keeps for W, as long as the caller keeps the answer."""
-        return [Held(self, torch.empty(0, dtype=torch.uint8).set_(s)) for s in entry.storages()]
+        return [
+            Held(self, torch.empty(0, dtype=torch.uint8, device=s.device).set_(s))
+            for s in entry.storages()
+        ]
 
     def sample(self) -> None:
         """An action has ended: add the bytes held now to the curve."""

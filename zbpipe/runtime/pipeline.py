@@ -24,11 +24,13 @@ from ..schedule.core import Schedule
 from ..schedule.families import evaluation
 from ..timeline import Timeline
 from . import batch, planner
+from . import device as devices
 from .checkpoint import save
+from .device import Device
 from .executor import Crew, Loaded
 from .module import StagedModule
 from .optimizer import clip_grad_norm
-from .rank import LossFn, Rank, Run, mismatch
+from .rank import Loss, LossFn, Rank, Run, mismatch
 from .stage import Stage
 from .summary import summary
 from .world import World
@@ -83,7 +85,7 @@ class Pipeline(StagedModule):
         self.plan = None
         self._world, self._settings = world, settings
         self._layers = [list(stage) for stage in cut.stages]
-        placement = settings.schedules[0].placement
+        self._placement = placement = settings.schedules[0].placement
         self._tied = tied = [parameter for parameter in cut.tied if parameter.requires_grad]
         stages = {
             index: Stage(
@@ -190,15 +192,17 @@ class Pipeline(StagedModule):
             else:
                 weights = batch.weights(targets, sizes, weigh)
         digest = batch.digest((value, target)) if self._world.size > 1 else ""
-        autocast = None
-        if torch.is_autocast_enabled("cpu"):
-            autocast = (torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled())
+        autocast, kind = None, self._device(self._world.rank).kind
+        if torch.is_autocast_enabled(kind):
+            autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
         key = (mode, self._steps[mode], digest)
         return Run(key, inputs, targets, weights, settings.loss_fn, autocast)
 
     def _execute(self, crew: Crew, loaded: Loaded, run: Run) -> None:
         for rank, runner in self._ranks.items():
             runner.executor = crew.executors[rank]
+            if rank in crew.cuda:
+                runner.device.after_caller(crew.cuda[rank])
             runner.begin(loaded.programs[rank], run)
         try:
             crew.run(loaded, self._ranks)
@@ -223,6 +227,7 @@ class Pipeline(StagedModule):
                 threads,
                 lock,
                 self._copies,
+                self._device(rank),
             )
         order = settings.schedules[0]
         programs = {}
@@ -237,11 +242,21 @@ class Pipeline(StagedModule):
             programs["step"] = compile(planner.fused(order), tied=bool(self._tied))
         # An evaluation may come first; its batch says nothing about the costs of a step.
         programs["eval_step"] = compile(evaluation(order), forward_only=True)
-        crew = Crew(world, settings.timeout, settings.poison)
+        crew = self._new_crew()
         crew.connect(_most_slots(programs.values()))
         self.close()
         self._loaded = {mode: crew.load(program) for mode, program in programs.items()}
         self._crew = crew
+
+    def _device(self, rank: int) -> Device:
+        """Where a rank of this process has its parameters."""
+        own = [stage for i, stage in self._stages.items() if self._placement[i] == rank]
+        return devices.of(p for stage in own for p in stage.parameters) or Device()
+
+    def _new_crew(self) -> Crew:
+        world, settings = self._world, self._settings
+        found = devices.agreed(world, lambda: {rank: self._device(rank) for rank in world.local})
+        return Crew(world, settings.timeout, settings.poison, found)
 
     def _choose(self, costs: Costs | None) -> Plan | None:
         if self._world.rank != 0:
@@ -256,7 +271,7 @@ class Pipeline(StagedModule):
         """Costs from trial runs on this batch, which leave no trace in the model."""
         trial = planner.split_backward(self._settings.schedules[-1])
         programs = compile(trial)
-        crew = Crew(self._world, self._settings.timeout, self._settings.poison)
+        crew = self._new_crew()
         crew.connect(programs.slots)
         loaded = crew.load(programs)
         run = replace(run, key=("step", -1, run.key[2]), hooks=False)
@@ -333,16 +348,17 @@ class Pipeline(StagedModule):
         """
         save(self._world, self.state_dict(), Path(directory), self._whole)
 
-    def load(self, path: str | Path) -> None:
+    def load(self, path: str | Path, device: torch.device | str = "cpu") -> None:
         """Read this process's stages, and nothing else, from a checkpoint. A collective.
 
         `path`: what `save`, or a Hugging Face model's save_pretrained, wrote: a folder, or a
-        safetensors file. A model on the meta device gets its memory here.
+        safetensors file. What is on the meta device gets its memory here, on `device`.
         Raises ConfigError on every rank, before anything is changed, where entries are missing.
         """
         roots = [stage.root for stage in self._stages.values()]
         self._world.agree(
-            lambda: load(Path(path), roots, self._whole, self._everywhere), "loading a checkpoint"
+            lambda: load(Path(path), roots, self._whole, self._everywhere, torch.device(device)),
+            "loading a checkpoint",
         )
 
     def close(self) -> None:
@@ -362,11 +378,11 @@ def _only_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return args[0]
 
 
-def _total(losses: Mapping[int, tuple[float, torch.dtype]], count: int) -> torch.Tensor:
+def _total(losses: Mapping[int, Loss], count: int) -> torch.Tensor:
     # In microbatch order, so that schedules agree to the bit.
     total = 0.0
     for i in range(count):
-        total += losses[i][0]
+        total += losses[i][0].item()
     return torch.tensor(total, dtype=losses[0][1])
 
 

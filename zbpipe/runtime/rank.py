@@ -13,12 +13,14 @@ from ..errors import ConfigError
 from ..program import Program
 from ..schedule.core import SUMS, Action
 from .boundary import Inputs, enter, pack, split_tree, unpack
+from .device import Device
 from .memory import Meter, keep_freed_memory
 from .stage import Stage
 from .tied import add_sums
 
 LossFn = Callable[[Any, Any], torch.Tensor]
-Loss = tuple[float, torch.dtype]
+# A microbatch's loss, weighted, as fp64 on the device (0-d), and the dtype that it has to the user.
+Loss = tuple[torch.Tensor, torch.dtype]
 
 
 @dataclass
@@ -30,7 +32,7 @@ class Run:
     targets: list[Any]
     weights: list[float]
     loss_fn: LossFn | None
-    autocast: tuple[torch.dtype, bool] | None = None
+    autocast: tuple[str, torch.dtype, bool] | None = None  # device type, dtype, cache
     meter: bool = False
     trial: bool = False  # measures what actions need while they run, too
     hooks: bool = True  # fire post-accumulate-grad hooks
@@ -47,8 +49,8 @@ class Run:
         """Autocast as it was where the user called step: threads do not inherit it."""
         if self.autocast is None:
             return nullcontext()
-        dtype, cache = self.autocast
-        return torch.autocast("cpu", dtype=dtype, cache_enabled=cache)
+        kind, dtype, cache = self.autocast
+        return torch.autocast(kind, dtype=dtype, cache_enabled=cache)
 
 
 @dataclass
@@ -67,13 +69,15 @@ class Rank:
     threads: int
     lock: AbstractContextManager[Any] = field(default_factory=nullcontext)
     copies: bool = True
+    device: Device = field(default_factory=Device)
     # Loss and byte counts are known when the run is over.
     losses: dict[int, Loss] = field(default_factory=dict)
     sent_bytes: dict[int, int] = field(default_factory=dict)  # by the boundary's lower stage
     meter: Meter | None = None
 
     def __post_init__(self) -> None:
-        keep_freed_memory()
+        if self.device.kind == "cpu":
+            keep_freed_memory()
 
     def begin(self, program: Program, run: Run) -> None:
         """Make ready for one run of `program`."""
@@ -103,7 +107,11 @@ class Rank:
         """Run the action of callback instruction `index`, on its lane's thread."""
         if torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)  # a new thread would take all cores
-        action = self._program.instructions[index].action
+        instruction = self._program.instructions[index]
+        with self.device.lane(self.executor, instruction.lane):
+            self._run_action(index, instruction.action)
+
+    def _run_action(self, index: int, action: Action) -> None:
         if action.kind in SUMS:
             self._tied(index, action)
             return
@@ -125,7 +133,8 @@ class Rank:
     def _forward(self, index: int, action: Action) -> None:
         run, stage, mb = self._run, self.stages[action.stage], action.microbatch
         finish = self._loss if action.stage == self.last else None
-        inputs, batch = self._inputs(index, action), run.inputs[mb]
+        batch = self.device.place(run.inputs[mb])
+        inputs = self._inputs(index, action, batch)
         with self.lock, run.casting():
             if run.training:
                 tail = None if finish is None else lambda out: finish(out, mb)
@@ -136,8 +145,9 @@ class Rank:
                     output = output if finish is None else finish(output, mb)
         if finish is not None:
             weight = run.weights[mb]
-            value = output.item() * weight if weight else 0.0
-            self.losses[mb] = (value, output.dtype)
+            value = output.detach().double()
+            # Of a microbatch without weight the loss may be nan.
+            self.losses[mb] = (value * weight if weight else torch.zeros_like(value), output.dtype)
             if run.training:
                 stage.keep(mb, [output], weight)
             return
@@ -153,7 +163,8 @@ class Rank:
             loss = output if isinstance(output, torch.Tensor) else getattr(output, "loss", output)
             remedy = "give wrap a loss_fn, pass labels, or let the last layer return the loss"
         else:
-            loss = self._run.loss_fn(output, self._run.targets[microbatch])
+            target = self.device.place(self._run.targets[microbatch])
+            loss = self._run.loss_fn(output, target)
             remedy = "loss_fn(output, target) must return the mean over the microbatch"
         if not isinstance(loss, torch.Tensor):
             raise ConfigError(f"the loss is a {type(loss).__name__}, want a scalar: {remedy}")
@@ -164,9 +175,9 @@ class Rank:
             )
         return loss
 
-    def _inputs(self, index: int, action: Action) -> Inputs:
+    def _inputs(self, index: int, action: Action, batch: Any) -> Inputs:
         if action.stage == 0:
-            return Inputs(self._run.inputs[action.microbatch])
+            return Inputs(batch)
         tensors, wants, extra = self._take(index, Action(action.stage - 1, *action[1:]))
         present = [tensor for tensor in tensors if tensor is not None]
         with torch.set_grad_enabled(self._run.training):
@@ -177,14 +188,17 @@ class Rank:
         if action.stage == self.last:
             grads = stage.loss_grads(mb) if self._run.training else []
         else:
-            grads, _, loss = self._take(index, self._source(index, action))
-            self.losses[mb] = loss
+            grads, _, dtype = self._take(index, self._source(index, action))
+            loss = grads.pop()
+            assert loss is not None
+            self.losses[mb] = (loss.clone(), dtype)
         dX: list[torch.Tensor | None] = []
         if self._run.training:
             with self.lock:  # checkpointed layers draw their random numbers again
                 dX = stage.backward(mb, grads, fused=action.kind == "B")
         if action.stage > 0:
-            self._pass_on(index, action, dX, (self._run.key, self.losses[mb]))
+            value, dtype = self.losses[mb]
+            self._pass_on(index, action, [*dX, value], (self._run.key, dtype))
 
     def _tied(self, index: int, action: Action) -> None:
         """R: hand a stage's part of the tied gradients over. S: sum both ends' parts."""
@@ -227,7 +241,7 @@ class Rank:
             return [None if t is None else t.detach() for t in tensors], wants, extra
         instruction = self._program.instructions[need]
         header, slot = self.executor.message(instruction.channel, instruction.slot)
-        tensors, wants, (key, extra) = unpack(header, slot)
+        tensors, wants, (key, extra) = unpack(header, slot, self.device)
         if key != self._run.key:
             peer = self._program.sources[instruction.channel]
             raise ConfigError(mismatch(key, peer, self._run.key, self.rank))

@@ -14,7 +14,9 @@ from torch import nn
 from ..model.graph import used_directly
 from ..model.rules import Deferred
 from ..model.split import Splitter, fire_hooks, mute_hooks, narrow, widen
+from . import device as devices
 from .boundary import Inputs
+from .device import Device
 from .memory import Held, Meter
 
 
@@ -55,6 +57,7 @@ class Stage:
             self.root._modules[name] = module
         self.parameters = list(self.root.parameters())
         self.splitter = Splitter(self.root)
+        self.device = Device()
         self.meter: Meter | None = None
         self._seed = seed
         self._held: dict[int, Microbatch] = {}
@@ -65,6 +68,7 @@ class Stage:
 
     def begin(self, meter: Meter | None) -> None:
         """Start a step, with nothing held; `meter` counts memory if given."""
+        self.device = devices.of(self.parameters) or self.device
         self.meter = meter
         self._held.clear()
         self._touched.clear()
@@ -105,7 +109,8 @@ class Stage:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self.splitter.active(held.entry))
             stack.enter_context(self._watch())
-            stack.enter_context(seeded(self._seed, step, self.index, microbatch))
+            generators = self.device.generators()
+            stack.enter_context(seeded(generators, self._seed, step, self.index, microbatch))
             output = self(inputs.value, batch)
             return output if finish is None else finish(output)
 
@@ -201,13 +206,16 @@ def _own_grads(fresh: Sequence[nn.Parameter], grads: Sequence[torch.Tensor]) -> 
 
 
 @contextmanager
-def seeded(seed: int, step: int, stage: int, microbatch: int) -> Iterator[None]:
-    """Random numbers that depend on these four only; the generator is put back afterwards."""
+def seeded(
+    generators: Sequence[torch.Generator], seed: int, step: int, stage: int, microbatch: int
+) -> Iterator[None]:
+    """Random numbers that depend on these four only; the generators are put back afterwards."""
     key = hashlib.blake2b(f"{seed},{step},{stage},{microbatch}".encode(), digest_size=8).digest()
-    generator = torch.default_generator
-    state = generator.get_state()
+    states = [generator.get_state() for generator in generators]
     try:
-        generator.manual_seed(int.from_bytes(key, "little"))
+        for generator in generators:
+            generator.manual_seed(int.from_bytes(key, "little"))
         yield
     finally:
-        generator.set_state(state)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)

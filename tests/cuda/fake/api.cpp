@@ -245,7 +245,7 @@ API int cudaMemcpyAsync(void* to, const void* from, size_t bytes, int, void* str
   op.stream = s;
   op.work = true;
   op.effect = [=] {
-    process().access(s->actor, from, bytes, false, "a copy's read");
+    process().access(s->actor, from, bytes, false, kCopyRead);
     process().access(s->actor, to, bytes, true, "a copy's write");
     memcpy(to, from, bytes);
   };

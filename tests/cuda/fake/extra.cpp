@@ -118,3 +118,6 @@ API int fake_calls(const char* call) {
 
 /// Begins anew, with the environment as it is now. No stream may be in use.
 API void fake_reset() { reset(); }
+
+/// Lets copies read the host's memory, as CUDA does, until the next reset.
+API void fake_host_reads() { process().host_reads = true; }

@@ -20,6 +20,8 @@
 
 namespace fake {
 
+constexpr char kCopyRead[] = "a copy's read";
+
 /// What cudaEventRecord left behind.
 struct Record {
   std::atomic<bool> done{false};
@@ -109,6 +111,8 @@ class Process {
   /// The allocation and offset of device memory; reports and returns null where there is none.
   const Allocation* find(const void* data, uint64_t bytes, const std::string& what);
   void access(int actor, const void* data, uint64_t bytes, bool write, const std::string& what);
+  /// Copies may read the host's memory: no report of a source that is not the device's.
+  std::atomic<bool> host_reads{false};
   bool word(uint64_t address, Word& out);
 
   std::mutex mutex;  // of everything below
