@@ -136,7 +136,7 @@ def test_a_searched_order_is_no_worse_than_the_shapes_and_just_as_right(schedule
     case = BY_NAME["blocks"]
     x, y = case.batches()[0]
     model = case.build()
-    pipe = wrapped(model, schedule=schedule, example=x, microbatches=6)
+    pipe = wrapped(model, schedule=schedule, example=x, microbatches=6, partition=case.split(2))
     pipe.step(x, target=y)
     plan = pipe.plan
     for name in ("zb_h1",) + (("zb_h2",) if schedule != "zb1p" else ()):
