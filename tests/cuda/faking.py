@@ -196,7 +196,7 @@ class DeviceRelay:
     smallest: int = 0  # bytes of a result that is not passed on
     passes: float = 0.3  # how often an action's result is the memory that it was given
     at: Callable[[Action], None] | None = None  # called in every action, before it enqueues
-    after: Callable[[], None] | None = None  # called when it has enqueued
+    after: Callable[[DeviceRelay], None] | None = None  # called when it has enqueued
     order: list[Action] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -228,7 +228,7 @@ class DeviceRelay:
             action.kind
         ](index, action)
         if self.after is not None:
-            self.after()
+            self.after(self)
 
     def _forward(self, index: int, action: Action) -> None:
         source = Action(action.stage - 1, "F", action.microbatch)

@@ -99,7 +99,7 @@ def test_a_whole_step_is_enqueued_while_the_device_stands_still(fake, connection
 
     def step() -> None:
         try:
-            run_relays(device, crew, loaded, range(2, 3), after=called.release)
+            run_relays(device, crew, loaded, range(2, 3), after=lambda _: called.release())
         except BaseException as error:
             failed.append(error)
 

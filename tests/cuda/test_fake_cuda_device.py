@@ -7,7 +7,7 @@ import os
 import signal
 
 import pytest
-from faking import Fake, Gate, Memory, cuda_crew, run_relays
+from faking import DeviceRelay, Fake, Gate, Memory, cuda_crew, run_relays
 
 from crews import forked, named
 from zbpipe import _native
@@ -202,6 +202,47 @@ def test_streams_that_do_not_run_out_are_left_alone(fake):
     assert device.calls("cudaFree") == frees
     gate.open()
     device.settle(streams)
+
+
+def test_an_action_that_waits_for_the_device_is_let_go_on_after_an_abort(fake):
+    """Rank 0's callback synchronises with its stream, which waits for a kernel that never ends."""
+    device = fake()
+    crew, loaded = two(compile(build("1f1b", 2, 3)), timeout=0.8)
+    run_relays(device, crew, loaded, range(2))
+    gate = Gate(device)
+    streams = [executor.stream(i) for executor in crew.executors.values() for i in range(3)]
+    returned = []
+
+    def at(action: Action) -> None:
+        if action == Action(1, "B", 0):
+            gate.hold(crew.executors[1].stream(0))
+
+    def wait(relay: DeviceRelay) -> None:
+        if relay.rank == 0 and relay.order[-1] == Action(0, "B", 0):
+            device.settle([relay.stream])
+            returned.append(relay.rank)
+
+    with pytest.raises(StageError) as caught:
+        run_relays(device, crew, loaded, range(2, 3), at=at, after=wait)
+    assert caught.value.rank in (0, 1)
+    assert returned == [0]
+    gate.open()
+    device.settle(streams)
+    crew.close()
+
+
+def test_a_run_may_come_after_several_streams(fake):
+    device = fake()
+    crew, loaded = cuda_crew(ONE, compile(build("gpipe", 1, 1)))
+    batches = [Memory(device.malloc(4096), 4096, 3 + i) for i in range(2)]
+    for batch in batches:
+        stream = ctypes.c_void_p()
+        assert device.lib.cudaStreamCreateWithPriority(ctypes.byref(stream), 1, 0) == 0
+        device.kernel(stream.value, "load", [], [batch], us=300)
+        crew.cuda[0].after(stream.value)
+    crew.run(loaded, {0: lambda _: device.kernel(crew.executors[0].stream(0), "read", batches, [])})
+    crew.close()
+    assert device.reports() == []
 
 
 def test_a_crew_gives_everything_back(fake):

@@ -44,6 +44,9 @@ void check(const Kernel& kernel, const Span& span) {
 }
 
 void launch(Stream* stream, const Kernel& kernel) {
+  // As torch does after every launch.
+  if (last_error() != 0)
+    process().universe.report("a launch finds the error that another call left behind");
   Op op;
   op.stream = stream;
   op.work = true;

@@ -38,6 +38,11 @@ int env(const char* name, int otherwise) {
 
 }  // namespace
 
+int& last_error() {
+  thread_local int error = 0;
+  return error;
+}
+
 int64_t now_ns() {
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);

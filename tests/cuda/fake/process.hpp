@@ -128,6 +128,8 @@ class Process {
 /// This process's; made anew in a forked child and after `fake_reset`.
 Process& process();
 void reset();
+/// What cudaGetLastError finds in this thread.
+int& last_error();
 int64_t now_ns();
 void count(const char* call);
 
