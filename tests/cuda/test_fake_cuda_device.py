@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import threading
 
 import pytest
 from faking import DeviceRelay, Fake, Gate, Memory, cuda_crew, run_relays
 
 from crews import forked, named
 from zbpipe import _native
-from zbpipe.errors import StageError
+from zbpipe.errors import ConfigError, StageError
 from zbpipe.program import Programs, compile, virtual
 from zbpipe.runtime.executor import Crew
 from zbpipe.runtime.world import World
@@ -158,6 +159,62 @@ def test_links_and_programs_must_fit(fake):
     with pytest.raises(RuntimeError, match="peer is not on the board"):
         _native.cuda.OutLink(board, 0, 2, 1)
     executor.stop()
+
+
+def test_waits_flush_remote_writes_where_the_device_can(fake, monkeypatch):
+    monkeypatch.setenv("ZBPIPE_FAKE_FLUSH", "1")
+    device = fake()
+    crew, loaded = two()
+    run_relays(device, crew, loaded, range(2))
+    crew.close()
+    assert device.reports() == []
+
+
+def mixed(world: World) -> None:
+    Crew(world, 30.0, devices={1: 0} if world.rank == 1 else None)
+
+
+def test_ranks_on_cuda_and_on_the_cpu_are_not_mixed(fake):
+    fake()
+    for outcome in forked(mixed, 2):
+        assert "rank 1 is on CUDA, rank 0 is not" in str(outcome.error)
+    with pytest.raises(ConfigError, match=r"devices = \{0: 0\}: want a CUDA device for each"):
+        Crew(World(2, (0, 1)), 30.0, devices={0: 0})
+
+
+def ahead(world: World, device: Fake) -> None:
+    """Rank 1's last action ends only when rank 0 is through with the step."""
+    crew, loaded = cuda_crew(world, PROGRAMS)
+    run_relays(device, crew, loaded, range(2))
+    if world.rank == 0:
+        run_relays(device, crew, loaded, range(2, 3))
+        world.peers[1][1].send("through")
+        run_relays(device, crew, loaded, range(3, 4))
+    else:
+        gate = Gate(device)
+
+        def wait() -> None:
+            world.peers[0][0].recv()
+            gate.open()
+
+        def hold(action: Action) -> None:
+            if action == Action(1, "W", 3):
+                gate.hold(crew.executors[1].stream(0))
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        run_relays(device, crew, loaded, range(2, 3), at=hold)
+        thread.join()
+        run_relays(device, crew, loaded, range(3, 4))
+    crew.close()
+    world.gather(None)
+    assert device.reports() == []
+
+
+@pytest.mark.parametrize("connections", [1, 8])
+def test_there_is_no_barrier_between_steps(fake, connections):
+    for outcome in forked(ahead, 2, fake(connections)):
+        outcome.get()
 
 
 def killed(world: World, device: Fake) -> None:

@@ -340,7 +340,7 @@ API int cudaLaunchHostFunc(void* stream, void (*function)(void*), void* data) {
   return kOk;
 }
 
-API int cuDeviceGetAttribute(int* out, int, int) { return *out = 0, kOk; }
+API int cuDeviceGetAttribute(int* out, int, int) { return *out = can_flush(), kOk; }
 
 API int cuMemGetAddressRange_v2(uint64_t* base, size_t* bytes, uint64_t address) {
   Process& p = process();

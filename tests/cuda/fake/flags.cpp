@@ -25,7 +25,8 @@ API int cuStreamWaitValue32_v2(void* stream, uint64_t address, uint32_t value, u
   Stream* s = as_stream(stream);
   Word word;
   Process& p = process();
-  if (flags != 0 || !p.word(address, word)) return kInvalidValue;
+  unsigned want = can_flush() != 0 ? 1U << 30 : 0U;
+  if (flags != want || !p.word(address, word)) return kInvalidValue;
   if (s->faulty(kSkipWaitValue)) return kOk;
   Op op;
   op.stream = s;

@@ -38,6 +38,8 @@ int env(const char* name, int otherwise) {
 
 }  // namespace
 
+int can_flush() { return env("ZBPIPE_FAKE_FLUSH", 0); }
+
 int& last_error() {
   thread_local int error = 0;
   return error;

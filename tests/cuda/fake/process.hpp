@@ -131,6 +131,8 @@ void reset();
 /// What cudaGetLastError finds in this thread.
 int& last_error();
 int64_t now_ns();
+/// $ZBPIPE_FAKE_FLUSH: the device offers to flush remote writes with a wait, and wants it done.
+int can_flush();
 void count(const char* call);
 
 }  // namespace fake
