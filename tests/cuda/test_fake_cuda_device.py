@@ -17,7 +17,7 @@ from zbpipe.program import Programs, compile, virtual
 from zbpipe.runtime.executor import Crew
 from zbpipe.runtime.world import World
 from zbpipe.schedule import build
-from zbpipe.schedule.core import Action
+from zbpipe.schedule.core import Action, Schedule
 
 GRAPH = 4  # zb::Work::kGraph
 ONE = World(1, (0,))
@@ -128,6 +128,47 @@ def test_a_message_that_outgrows_its_slot_costs_no_wait_within_the_step(fake):
     assert device.blocking() > before  # what was outgrown is freed between steps
     crew.close()
     assert device.reports() == []
+
+
+ROWS = tuple(tuple(Action(stage, "F", i) for i in range(9)) for stage in range(2))
+FORWARD = compile(Schedule(ROWS, 9, (0, 1)), forward_only=True)
+
+
+class Growing(DeviceRelay):
+    """Each message is larger than all before it, so that slots grow while they are in use."""
+
+    def size(self, action: Action) -> int:
+        return (1 << 20) * (1 + action.microbatch)
+
+
+def growing(world: World, device: Fake) -> None:
+    """The device stands still until all is enqueued: nothing outgrown may be given back before."""
+    crew, loaded = cuda_crew(world, FORWARD)
+    gate = Gate(device)
+    left = [sum(i.lane == 0 for p in loaded.programs.values() for i in p.instructions)]
+
+    def count(relay: DeviceRelay) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            gate.open()
+
+    relays = {
+        rank: Growing(device, crew, loaded, rank, 0, 1, after=count) for rank in crew.executors
+    }
+    for executor in crew.executors.values():
+        gate.hold(executor.stream(0))
+    crew.run(loaded, {rank: relay.begin(0) for rank, relay in relays.items()})
+    crew.run(loaded, {rank: relay.begin(1) for rank, relay in relays.items()})
+    crew.close()
+    world.gather(None)
+    assert device.reports() == []
+
+
+@pytest.mark.parametrize("connections", [1, 8])
+def test_slots_grow_while_the_device_stands_still(fake, connections):
+    growing(World(2, (0, 1)), fake(connections))
+    for outcome in forked(growing, 2, fake(connections)):
+        outcome.get()
 
 
 @pytest.mark.parametrize(

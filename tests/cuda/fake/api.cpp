@@ -229,6 +229,7 @@ API int cudaFree(void* data) {
   const Allocation* found = p.find(data, 0, "cudaFree of " + hex(data));
   if (found == nullptr || found->imported) return kInvalidValue;
   int host = p.host();
+  p.must_not_be_used(found->buffer, "cudaFree");
   Locked locked(p.universe);
   Buffer& buffer = p.universe.buffer(found->buffer);
   p.universe.must_be_over(p.known, found->buffer, 0, "cudaFree");
@@ -247,6 +248,7 @@ API int cudaMemcpyAsync(void* to, const void* from, size_t bytes, int, void* str
   Op op;
   op.stream = s;
   op.work = true;
+  if (bytes > 0) op.uses = {to, from};
   op.effect = [=] {
     process().access(s->actor, from, bytes, false, "a copy's read");
     process().access(s->actor, to, bytes, true, "a copy's write");
@@ -261,6 +263,7 @@ API int cudaMemsetAsync(void* to, int value, size_t bytes, void* stream) {
   Op op;
   op.stream = s;
   op.work = true;
+  if (bytes > 0) op.uses = {to};
   op.effect = [=] {
     process().access(s->actor, to, bytes, true, "a memset");
     memset(to, value, bytes);
@@ -321,6 +324,7 @@ API int cudaIpcCloseMemHandle(void* data) {
   const Allocation* found = p.find(data, 0, "cudaIpcCloseMemHandle");
   if (found == nullptr || !found->imported || found->base != data) return kInvalidValue;
   Allocation closed = *found;
+  p.must_not_be_used(closed.buffer, "cudaIpcCloseMemHandle");
   {
     Locked locked(p.universe);
     p.universe.must_be_over(p.known, closed.buffer, p.pid, "cudaIpcCloseMemHandle");

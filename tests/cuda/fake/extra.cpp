@@ -50,6 +50,9 @@ void launch(Stream* stream, const Kernel& kernel) {
   Op op;
   op.stream = stream;
   op.work = true;
+  for (const auto* spans : {&kernel.reads, &kernel.writes})
+    for (const Span& s : *spans)
+      if (s.bytes > 0) op.uses.push_back(s.data);
   op.effect = [stream, kernel] {
     Process& p = process();
     for (const Span& s : kernel.reads)

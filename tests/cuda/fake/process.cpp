@@ -159,6 +159,7 @@ void Process::seen(const Clock& clock, bool orders) {
 
 void Process::enqueue(Op op) {
   op.host = host_clock();
+  expect(op.uses, 1);
   ++op.stream->enqueued;
   Queue& queue = *op.stream->queue;
   std::lock_guard<std::mutex> guard(queue.mutex);
@@ -197,9 +198,28 @@ void Process::perform(Op& op) {
     if (op.order) op.order(clock);
   }
   if (op.effect) op.effect();
+  expect(op.uses, -1);
   std::lock_guard<std::mutex> guard(mutex);
   ++op.stream->completed;
   happened.notify_all();
+}
+
+void Process::expect(const std::vector<const void*>& uses, int more) {
+  for (const void* data : uses) {
+    const Allocation* found = data == nullptr ? nullptr : find(data, 0, "an operation");
+    if (found == nullptr) continue;
+    std::lock_guard<std::mutex> guard(mutex);
+    pending[found->buffer] += more;
+  }
+}
+
+void Process::must_not_be_used(int buffer, const std::string& what) {
+  std::unique_lock<std::mutex> guard(mutex);
+  int to_come = pending[buffer];
+  guard.unlock();
+  if (to_come > 0)
+    universe.report(what + " of buffer " + std::to_string(buffer) + ", which " +
+                    std::to_string(to_come) + " operations have yet to use");
 }
 
 const Allocation* Process::find(const void* data, uint64_t bytes, const std::string& what) {
