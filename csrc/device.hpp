@@ -53,6 +53,9 @@ class Device {
   /// Lets go of the run's last messages and sleeps until the device is through with the run, or,
   /// when aborted, gives up.
   virtual void finish(const Program&, std::vector<std::shared_ptr<Receiver>>&) {}
+  /// The board was aborted: lets whatever waits on the device go on. Called again and again, from
+  /// any thread, until the run has ended.
+  virtual void interrupt() {}
   /// True when the device is through with an `instruction` that was enqueued.
   virtual bool finished(uint32_t) const { return true; }
   /// Replaces the host's times of the last run by the device's own.

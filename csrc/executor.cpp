@@ -53,6 +53,7 @@ struct Executor::State {
   bool run(uint32_t index, bool& hooked);
   bool perform(uint32_t index, bool& hooked);
   void drive(bool& hooked);
+  void enqueue(bool& hooked);
   enum class Step { kDone, kNotYet, kFailed };
   Step advance(uint32_t index, bool& waited, bool& hooked);
   Step try_advance(uint32_t index, bool& waited, bool& hooked);
@@ -125,29 +126,39 @@ bool Executor::State::perform(uint32_t index, bool& hooked) {
 /// yet to be enqueued. Such an order cannot deadlock, even if all streams share one hardware queue.
 void Executor::State::drive(bool& hooked) {
   try {
-    device->enter();
-    std::vector<size_t> next(program->by_lane.size(), 0);
-    std::unique_ptr<bool[]> waited(new bool[next.size()]());
-    size_t missing = program->instructions.size();
-    while (missing > 0 && !board->aborted()) {
-      uint32_t ticket = device->ticket();
-      size_t before = missing;
-      // One of each lane at a time: a result is sent before the next action is called.
-      for (size_t lane = 0; lane < next.size(); ++lane) {
-        const std::vector<uint32_t>& queue = program->by_lane[lane];
-        if (next[lane] == queue.size()) continue;
-        Step step = try_advance(queue[next[lane]], waited[lane], hooked);
-        if (step == Step::kFailed) break;
-        if (step == Step::kNotYet) continue;
-        waited[lane] = false;
-        ++next[lane];
-        --missing;
-      }
-      if (missing == before && !device->pause(ticket)) break;
-    }
+    enqueue(hooked);
+  } catch (const std::exception& e) {
+    board->abort({rank, Tag{}, 'r', e.what()});
+  }
+  try {  // also after an error: what was enqueued must have run out before anything is given back
     device->finish(*program, receivers);
   } catch (const std::exception& e) {
     board->abort({rank, Tag{}, 'r', e.what()});
+  }
+}
+
+/// One thread for all lanes: gives the device, lane by lane, whatever waits for nothing that has
+/// yet to be enqueued. Such an order cannot deadlock, even if all streams share one hardware queue.
+void Executor::State::enqueue(bool& hooked) {
+  device->enter();
+  std::vector<size_t> next(program->by_lane.size(), 0);
+  std::unique_ptr<bool[]> waited(new bool[next.size()]());
+  size_t missing = program->instructions.size();
+  while (missing > 0 && !board->aborted()) {
+    uint32_t ticket = device->ticket();
+    size_t before = missing;
+    // One of each lane at a time: a result is sent before the next action is called.
+    for (size_t lane = 0; lane < next.size(); ++lane) {
+      const std::vector<uint32_t>& queue = program->by_lane[lane];
+      if (next[lane] == queue.size()) continue;
+      Step step = try_advance(queue[next[lane]], waited[lane], hooked);
+      if (step == Step::kFailed) return;
+      if (step == Step::kNotYet) continue;
+      waited[lane] = false;
+      ++next[lane];
+      --missing;
+    }
+    if (missing == before && !device->pause(ticket)) return;
   }
 }
 
@@ -307,7 +318,9 @@ bool Executor::join(int64_t ns) {
 bool Executor::supervise() {
   State& s = *state_;
   if (s.busy.load(std::memory_order_acquire) == 0) return s.board->aborted();
-  return s.board->supervise(s.rank, s.timeout_ns);
+  bool aborted = s.board->supervise(s.rank, s.timeout_ns);
+  if (aborted) s.device->interrupt();
+  return aborted;
 }
 
 void Executor::post(uint32_t instruction, Message message) {
@@ -361,6 +374,7 @@ bool Executor::join_lanes(int64_t until) {
   for (size_t i = 0; i < s.lanes.size(); ++i) {
     while (!*s.exited[i]) {
       if (now_ns() > until) return false;
+      if (s.board->aborted()) s.device->interrupt();
       futex_wake(s.round);
       timespec t = to_timespec(200'000);
       nanosleep(&t, nullptr);

@@ -28,7 +28,6 @@ CudaDevice::CudaDevice(std::shared_ptr<Board> board, int rank, int ordinal)
            "the CUDA driver has no stream memory operations: it must be of CUDA 12 or newer");
   OnDevice scope(*runtime_, ordinal_);
   ZB_CUDA(*runtime_, cudaDeviceGetStreamPriorityRange(&low_, &high_));
-  before_ = event();
   mark_ = event();
   spare_ = event();
 }
@@ -61,10 +60,11 @@ Stream CudaDevice::stream(uint32_t lane) {
   return streams_[lane];
 }
 
-void CudaDevice::after(Stream before) {
+void CudaDevice::after(Stream stream) {
   OnDevice scope(*runtime_, ordinal_);
-  ZB_CUDA(*runtime_, cudaEventRecord(before_, before));
-  comes_after_ = true;
+  if (befores_.size() == before_) befores_.push_back(event());
+  ZB_CUDA(*runtime_, cudaEventRecord(befores_[before_], stream));
+  ++before_;
 }
 
 void CudaDevice::check(const Program& program) const {
@@ -88,9 +88,9 @@ void CudaDevice::begin(const Program& program) {
   old_scratch_.clear();
   sleeps_.clear();
   stream(static_cast<uint32_t>(program.by_lane.size()) - 1);
-  if (comes_after_)
-    for (Stream lane : streams_) ZB_CUDA(*runtime_, cudaStreamWaitEvent(lane, before_, 0));
-  comes_after_ = false;
+  for (size_t i = 0; i < before_; ++i)
+    for (Stream lane : streams_) ZB_CUDA(*runtime_, cudaStreamWaitEvent(lane, befores_[i], 0));
+  before_ = 0;
   while (starts_.size() < program.instructions.size()) starts_.push_back(event());
   while (ends_.size() < program.instructions.size()) ends_.push_back(event());
   program_ = &program;
@@ -254,7 +254,7 @@ bool CudaDevice::idle() const {
   return true;
 }
 
-void CudaDevice::abort_links() {
+void CudaDevice::interrupt() {
   for (auto& link : out_) link->abort();
   for (auto& link : in_) link->abort();
 }
@@ -265,7 +265,7 @@ void CudaDevice::drain() {
     uint32_t seen = ticket();
     // Repeated: a copy of a peer that was under way may write its flag once more.
     if (board_->aborted()) {
-      abort_links();
+      interrupt();
       if (deadline == 0) deadline = now_ns() + kDrainNs;
     }
     if (idle()) return;
@@ -331,11 +331,11 @@ void CudaDevice::give_back() {
   OnDevice scope(*runtime_, ordinal_);
   for (auto& link : out_) link->close();
   for (auto& link : in_) link->close();
-  for (auto* events : {&starts_, &ends_}) {
+  for (auto* events : {&starts_, &ends_, &befores_}) {
     for (Event e : *events) ZB_CUDA(*runtime_, cudaEventDestroy(e));
     events->clear();
   }
-  for (Event e : {before_, mark_, spare_}) ZB_CUDA(*runtime_, cudaEventDestroy(e));
+  for (Event e : {mark_, spare_}) ZB_CUDA(*runtime_, cudaEventDestroy(e));
   for (Stream s : streams_) ZB_CUDA(*runtime_, cudaStreamDestroy(s));
   streams_.clear();
   scratch_ = nullptr;

@@ -47,6 +47,7 @@ class CudaDevice : public Device {
   uint32_t ticket() const override;
   bool pause(uint32_t ticket) override;
   void finish(const Program& program, std::vector<std::shared_ptr<Receiver>>& receivers) override;
+  void interrupt() override;
   bool finished(uint32_t instruction) const override;
   void measure(std::vector<Times>& times) override;
   void close() override;
@@ -64,7 +65,6 @@ class CudaDevice : public Device {
   void progress();
   bool idle() const;
   void drain();
-  void abort_links();
   void mark();
   void give_back();
 
@@ -76,8 +76,8 @@ class CudaDevice : public Device {
   std::vector<std::shared_ptr<InLink>> in_;
   std::vector<Stream> streams_;
   std::vector<Event> starts_, ends_;  // by instruction
-  Event before_ = nullptr;            // what the next run comes after, if it does
-  bool comes_after_ = false;
+  std::vector<Event> befores_;        // the first `before_` of them: what the next run comes after
+  size_t before_ = 0;
   Event mark_ = nullptr;  // recorded when a run was over, at `marked_`
   Event spare_ = nullptr;
   int64_t marked_ = 0;

@@ -27,7 +27,9 @@ struct IpcHandle {
   X(cudaSetDevice, int)                                       \
   X(cudaDeviceGetAttribute, int*, int, int)                   \
   X(cudaDeviceGetPCIBusId, char*, int, int)                   \
+  X(cudaGetLastError, void)                                   \
   X(cudaDeviceCanAccessPeer, int*, int, int)                  \
+  X(cudaDeviceEnablePeerAccess, int, unsigned)                \
   X(cudaDeviceGetStreamPriorityRange, int*, int*)             \
   X(cudaStreamCreateWithPriority, Stream*, unsigned, int)     \
   X(cudaStreamDestroy, Stream)                                \
@@ -62,6 +64,7 @@ struct IpcHandle {
 // Constants of driver_types.h and cuda.h (13.0; the same in 12).
 constexpr int kSuccess = 0;
 constexpr int kNotReady = 600;
+constexpr int kPeerAccessAlreadyEnabled = 704;
 constexpr unsigned kStreamNonBlocking = 1;
 constexpr int kMemcpyDefault = 4;
 constexpr unsigned kHostRegisterPortableMapped = 1 | 2;

@@ -33,6 +33,7 @@ void leak(Held& held) {
 }  // namespace
 
 DeviceMemory allocate(const std::shared_ptr<const Runtime>& runtime, int device, size_t bytes) {
+  OnDevice scope(*runtime, device);
   void* data = nullptr;
   ZB_CUDA(*runtime, cudaMalloc(&data, bytes));
   return DeviceMemory(static_cast<char*>(data), [runtime, device](char* p) {
@@ -80,14 +81,14 @@ OutLink::OutLink(std::shared_ptr<const Runtime> runtime, std::shared_ptr<Board> 
       board_(std::move(board)),
       device_(device),
       peer_(peer),
-      wait_flags_(wait_flags_of(*runtime_, device)) {
+      wait_flags_(wait_flags_of(*runtime_, device)),
+      slots_(slots) {
   ZB_CHECK(slots >= 1, "a link needs at least one slot");
   ZB_CHECK(peer >= 0 && peer < board_->ranks(), "a link's peer is not on the board");
   OnDevice scope(*runtime_, device_);
   auto file = File::create("zbpipe-link");
   file->grow(words_bytes(slots));
   words_ = std::make_shared<LinkWords>(runtime_, std::move(file), slots);
-  slots_.resize(slots);
 }
 
 OutLink::~OutLink() {
@@ -121,6 +122,18 @@ void OutLink::adopt(int index) {
   }
   slot.generation = generation;
   slot.capacity = shared.capacity;
+}
+
+void OutLink::reach(int device) {
+  int can = 0;
+  if (device != device_) ZB_CUDA(*runtime_, cudaDeviceCanAccessPeer(&can, device_, device));
+  if (can == 0) return;
+  OnDevice scope(*runtime_, device_);
+  int status = runtime_->cudaDeviceEnablePeerAccess(device, 0);
+  if (status == kPeerAccessAlreadyEnabled)
+    runtime_->forget();
+  else
+    runtime_->check(status, "cudaDeviceEnablePeerAccess");
 }
 
 bool OutLink::fits(int index, size_t bytes) {

@@ -35,7 +35,7 @@ struct LinkSlot {
 
 /// A slot's memory on the receiver's device; freed with the last owner.
 using DeviceMemory = std::shared_ptr<char>;
-/// `bytes` of the thread's current device, which is `device`.
+/// `bytes` on `device`.
 DeviceMemory allocate(const std::shared_ptr<const Runtime>& runtime, int device, size_t bytes);
 
 /// The shared words of a link, registered with CUDA in this process.
@@ -83,12 +83,15 @@ class OutLink {
   const std::shared_ptr<LinkWords>& words() const { return words_; }
   int slots() const { return words_->slots(); }
   int peer() const { return peer_; }
+  /// Lets copies go straight to another device of this process where the hardware can.
+  void reach(int device);
   /// True when the slot's memory takes `bytes`. Otherwise asks the receiver for more, and is to be
   /// called again. Only while nothing of the slot is in use: its last message was let go of.
   bool fits(int slot, size_t bytes);
   /// Enqueues the next message of `slot`: wait for `free`, copy, write `ready`. It must fit.
   void send(Stream stream, int slot, const Message& message);
-  /// Lets go on the host what a stream may wait for here; call until the streams have drained.
+  /// Lets go on the host what a stream may wait for here; call until the streams have drained. From
+  /// any thread.
   void abort();
   /// Lets go of memory that was outgrown; only when the streams have drained.
   void collect();
@@ -96,7 +99,8 @@ class OutLink {
 
  private:
   struct Slot {
-    uint32_t sent = 0, generation = 0;
+    std::atomic<uint32_t> sent{0};
+    uint32_t generation = 0;
     uint64_t capacity = 0;
     char* data = nullptr;
     void* opened = nullptr;  // what cudaIpcOpenMemHandle gave
@@ -149,7 +153,8 @@ class InLink {
 
  private:
   struct Slot {
-    uint32_t received = 0, released = 0;
+    std::atomic<uint32_t> received{0};
+    uint32_t released = 0;
     uint64_t capacity = 0, bytes = 0;
     DeviceMemory memory;
   };

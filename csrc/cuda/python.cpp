@@ -92,9 +92,10 @@ std::shared_ptr<InLink> open(std::shared_ptr<Board> board, int device, int peer,
                                   poison);
 }
 
-std::shared_ptr<InLink> beside(const OutLink& out, std::shared_ptr<Board> board, int device,
-                               int peer, bool poison) {
+std::shared_ptr<InLink> beside(OutLink& out, std::shared_ptr<Board> board, int device, int peer,
+                               bool poison) {
   out.words()->make_local();
+  out.reach(device);
   return std::make_shared<InLink>(Runtime::load(), std::move(board), device, peer, out.words(),
                                   poison);
 }

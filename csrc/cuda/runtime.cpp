@@ -68,15 +68,22 @@ void Runtime::resolve() {
 
 void Runtime::check(int status, const char* call) const {
   if (status == kSuccess) return;
+  forget();
   std::string what = error_string_ == nullptr ? "" : std::string(": ") + error_string_(status);
   throw std::runtime_error("CUDA error " + std::to_string(status) + what + " in " + call);
 }
 
 bool Runtime::done(int status, const char* call) const {
-  if (status == kNotReady) return false;
+  if (status == kNotReady) {
+    forget();
+    return false;
+  }
   check(status, call);
   return true;
 }
+
+// Whoever launches a kernel in this thread next asks for the last error, and must not find ours.
+void Runtime::forget() const { (void)cudaGetLastError(); }
 
 OnDevice::OnDevice(const Runtime& runtime, int device) : runtime_(runtime) {
   ZB_CUDA(runtime_, cudaGetDevice(&before_));

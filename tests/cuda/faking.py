@@ -120,6 +120,9 @@ def _spans(memories: Sequence[Memory]) -> Any:
     return (_Span * max(len(spans), 1))(*spans)
 
 
+_KEPT: list[mmap.mmap] = []  # a stream may look at a gate's word after its test has failed
+
+
 class Gate:
     """A word that streams wait for until `open`."""
 
@@ -127,9 +130,9 @@ class Gate:
         self._fake = fake
         fd = os.memfd_create("gate")
         os.ftruncate(fd, mmap.PAGESIZE)
-        self._map = mmap.mmap(fd, mmap.PAGESIZE)
+        _KEPT.append(mmap.mmap(fd, mmap.PAGESIZE))
         os.close(fd)
-        self._word = ctypes.c_uint32.from_buffer(self._map)
+        self._word = ctypes.c_uint32.from_buffer(_KEPT[-1])
         at = ctypes.c_void_p(ctypes.addressof(self._word))
         device = ctypes.c_void_p()
         assert fake.lib.cudaHostRegister(at, ctypes.c_size_t(mmap.PAGESIZE), 3) == 0
@@ -196,7 +199,7 @@ class DeviceRelay:
     smallest: int = 0  # bytes of a result that is not passed on
     passes: float = 0.3  # how often an action's result is the memory that it was given
     at: Callable[[Action], None] | None = None  # called in every action, before it enqueues
-    after: Callable[[], None] | None = None  # called when it has enqueued
+    after: Callable[[DeviceRelay], None] | None = None  # called when it has enqueued
     order: list[Action] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -228,7 +231,7 @@ class DeviceRelay:
             action.kind
         ](index, action)
         if self.after is not None:
-            self.after()
+            self.after(self)
 
     def _forward(self, index: int, action: Action) -> None:
         source = Action(action.stage - 1, "F", action.microbatch)
@@ -271,13 +274,18 @@ class DeviceRelay:
         assert interface["shape"] == (nbytes,)
         return Memory(slot.data, nbytes, pattern)
 
+    def size(self, action: Action) -> int:
+        """Bytes of the action's result."""
+        chance = random.Random(repr([self.seed, self.run, action]))
+        edges = [0, 1, 63, 64, 65, 4096, 65_537, self.largest]
+        return max(self.smallest, chance.choice([*edges, chance.randrange(self.largest + 1)]))
+
     def _pass_on(
         self, index: int, action: Action, reads: list[Memory], passed: Memory | None
     ) -> None:
         key = [self.seed, self.run, *map(str, action)]
         chance = random.Random(repr(key))
-        edges = [0, 1, 63, 64, 65, 4096, 65_537, self.largest]
-        nbytes = max(self.smallest, chance.choice([*edges, chance.randrange(self.largest + 1)]))
+        nbytes = self.size(action)
         pattern = chance.randrange(1, 1 << 62)
         if passed is not None and chance.random() < self.passes:
             result = passed  # the very memory, as an identity layer's output

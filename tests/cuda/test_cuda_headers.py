@@ -34,6 +34,11 @@ struct Compare<R(Real...), Ours...> {
   }();
 };
 
+template <class R>
+struct Compare<R(), void> {
+  static constexpr bool value = same<R, int>;
+};
+
 using namespace zb::cuda;
 #define CHECK(name, ...) \
   static_assert(Compare<decltype(::name), __VA_ARGS__>::value, #name " differs");

@@ -6,6 +6,8 @@ import threading
 
 import pytest
 from faking import Fake, Gate, cuda_crew, run_relays
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from crews import forked, named
 from replaying import make, only_forward
@@ -43,6 +45,26 @@ def test_local_ranks_of_every_family_run_without_a_race(
     crew, loaded = local(programs_of(name, ranks, rounded(name, ranks, microbatches)))
     assert set(crew.transports().values()) <= {"local"}
     run_relays(device, crew, loaded, range(3), seed=microbatches)
+    crew.close()
+    assert device.reports() == []
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.sampled_from(NAMES),
+    st.integers(1, 4),
+    st.integers(1, 8),
+    st.sampled_from([1, 2, 3, 8, 32]),
+    st.sampled_from([0, 30, 300]),
+    st.integers(0, 1 << 20),
+    st.sampled_from([10, 100_000, 3 << 20]),
+)
+def test_any_size_of_anything_runs_without_a_race(
+    fake, name, ranks, microbatches, connections, jitter, seed, largest
+):
+    device = fake(connections, jitter, seed)
+    crew, loaded = local(programs_of(name, ranks, rounded(name, ranks, microbatches)))
+    run_relays(device, crew, loaded, range(3), seed=seed, largest=largest)
     crew.close()
     assert device.reports() == []
 
@@ -99,7 +121,7 @@ def test_a_whole_step_is_enqueued_while_the_device_stands_still(fake, connection
 
     def step() -> None:
         try:
-            run_relays(device, crew, loaded, range(2, 3), after=called.release)
+            run_relays(device, crew, loaded, range(2, 3), after=lambda _: called.release())
         except BaseException as error:
             failed.append(error)
 

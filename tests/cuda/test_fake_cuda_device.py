@@ -5,18 +5,19 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import threading
 
 import pytest
-from faking import Fake, Gate, Memory, cuda_crew, run_relays
+from faking import DeviceRelay, Fake, Gate, Memory, cuda_crew, run_relays
 
 from crews import forked, named
 from zbpipe import _native
-from zbpipe.errors import StageError
+from zbpipe.errors import ConfigError, StageError
 from zbpipe.program import Programs, compile, virtual
 from zbpipe.runtime.executor import Crew
 from zbpipe.runtime.world import World
 from zbpipe.schedule import build
-from zbpipe.schedule.core import Action
+from zbpipe.schedule.core import Action, Schedule
 
 GRAPH = 4  # zb::Work::kGraph
 ONE = World(1, (0,))
@@ -129,6 +130,47 @@ def test_a_message_that_outgrows_its_slot_costs_no_wait_within_the_step(fake):
     assert device.reports() == []
 
 
+ROWS = tuple(tuple(Action(stage, "F", i) for i in range(9)) for stage in range(2))
+FORWARD = compile(Schedule(ROWS, 9, (0, 1)), forward_only=True)
+
+
+class Growing(DeviceRelay):
+    """Each message is larger than all before it, so that slots grow while they are in use."""
+
+    def size(self, action: Action) -> int:
+        return (1 << 20) * (1 + action.microbatch)
+
+
+def growing(world: World, device: Fake) -> None:
+    """The device stands still until all is enqueued: nothing outgrown may be given back before."""
+    crew, loaded = cuda_crew(world, FORWARD)
+    gate = Gate(device)
+    left = [sum(i.lane == 0 for p in loaded.programs.values() for i in p.instructions)]
+
+    def count(relay: DeviceRelay) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            gate.open()
+
+    relays = {
+        rank: Growing(device, crew, loaded, rank, 0, 1, after=count) for rank in crew.executors
+    }
+    for executor in crew.executors.values():
+        gate.hold(executor.stream(0))
+    crew.run(loaded, {rank: relay.begin(0) for rank, relay in relays.items()})
+    crew.run(loaded, {rank: relay.begin(1) for rank, relay in relays.items()})
+    crew.close()
+    world.gather(None)
+    assert device.reports() == []
+
+
+@pytest.mark.parametrize("connections", [1, 8])
+def test_slots_grow_while_the_device_stands_still(fake, connections):
+    growing(World(2, (0, 1)), fake(connections))
+    for outcome in forked(growing, 2, fake(connections)):
+        outcome.get()
+
+
 @pytest.mark.parametrize(
     ("device", "cause"), [(2, "no CUDA device 2: this process sees 2"), (-1, "no CUDA device -1")]
 )
@@ -158,6 +200,62 @@ def test_links_and_programs_must_fit(fake):
     with pytest.raises(RuntimeError, match="peer is not on the board"):
         _native.cuda.OutLink(board, 0, 2, 1)
     executor.stop()
+
+
+def test_waits_flush_remote_writes_where_the_device_can(fake, monkeypatch):
+    monkeypatch.setenv("ZBPIPE_FAKE_FLUSH", "1")
+    device = fake()
+    crew, loaded = two()
+    run_relays(device, crew, loaded, range(2))
+    crew.close()
+    assert device.reports() == []
+
+
+def mixed(world: World) -> None:
+    Crew(world, 30.0, devices={1: 0} if world.rank == 1 else None)
+
+
+def test_ranks_on_cuda_and_on_the_cpu_are_not_mixed(fake):
+    fake()
+    for outcome in forked(mixed, 2):
+        assert "rank 1 is on CUDA, rank 0 is not" in str(outcome.error)
+    with pytest.raises(ConfigError, match=r"devices = \{0: 0\}: want a CUDA device for each"):
+        Crew(World(2, (0, 1)), 30.0, devices={0: 0})
+
+
+def ahead(world: World, device: Fake) -> None:
+    """Rank 1's last action ends only when rank 0 is through with the step."""
+    crew, loaded = cuda_crew(world, PROGRAMS)
+    run_relays(device, crew, loaded, range(2))
+    if world.rank == 0:
+        run_relays(device, crew, loaded, range(2, 3))
+        world.peers[1][1].send("through")
+        run_relays(device, crew, loaded, range(3, 4))
+    else:
+        gate = Gate(device)
+
+        def wait() -> None:
+            world.peers[0][0].recv()
+            gate.open()
+
+        def hold(action: Action) -> None:
+            if action == Action(1, "W", 3):
+                gate.hold(crew.executors[1].stream(0))
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        run_relays(device, crew, loaded, range(2, 3), at=hold)
+        thread.join()
+        run_relays(device, crew, loaded, range(3, 4))
+    crew.close()
+    world.gather(None)
+    assert device.reports() == []
+
+
+@pytest.mark.parametrize("connections", [1, 8])
+def test_there_is_no_barrier_between_steps(fake, connections):
+    for outcome in forked(ahead, 2, fake(connections)):
+        outcome.get()
 
 
 def killed(world: World, device: Fake) -> None:
@@ -202,6 +300,47 @@ def test_streams_that_do_not_run_out_are_left_alone(fake):
     assert device.calls("cudaFree") == frees
     gate.open()
     device.settle(streams)
+
+
+def test_an_action_that_waits_for_the_device_is_let_go_on_after_an_abort(fake):
+    """Rank 0's callback synchronises with its stream, which waits for a kernel that never ends."""
+    device = fake()
+    crew, loaded = two(compile(build("1f1b", 2, 3)), timeout=0.8)
+    run_relays(device, crew, loaded, range(2))
+    gate = Gate(device)
+    streams = [executor.stream(i) for executor in crew.executors.values() for i in range(3)]
+    returned = []
+
+    def at(action: Action) -> None:
+        if action == Action(1, "B", 0):
+            gate.hold(crew.executors[1].stream(0))
+
+    def wait(relay: DeviceRelay) -> None:
+        if relay.rank == 0 and relay.order[-1] == Action(0, "B", 0):
+            device.settle([relay.stream])
+            returned.append(relay.rank)
+
+    with pytest.raises(StageError) as caught:
+        run_relays(device, crew, loaded, range(2, 3), at=at, after=wait)
+    assert caught.value.rank in (0, 1)
+    assert returned == [0]
+    gate.open()
+    device.settle(streams)
+    crew.close()
+
+
+def test_a_run_may_come_after_several_streams(fake):
+    device = fake()
+    crew, loaded = cuda_crew(ONE, compile(build("gpipe", 1, 1)))
+    batches = [Memory(device.malloc(4096), 4096, 3 + i) for i in range(2)]
+    for batch in batches:
+        stream = ctypes.c_void_p()
+        assert device.lib.cudaStreamCreateWithPriority(ctypes.byref(stream), 1, 0) == 0
+        device.kernel(stream.value, "load", [], [batch], us=300)
+        crew.cuda[0].after(stream.value)
+    crew.run(loaded, {0: lambda _: device.kernel(crew.executors[0].stream(0), "read", batches, [])})
+    crew.close()
+    assert device.reports() == []
 
 
 def test_a_crew_gives_everything_back(fake):

@@ -45,9 +45,19 @@ class Crew:
         self._poison = poison
         self._pid = os.getpid()
         board = _native.Board.create(world.size) if world.rank == 0 else None
-        mine = (host_id(), os.getpid(), -1 if board is None else board.fd)
+        on_cuda = devices is not None
+        if devices is not None and {*devices} != {*world.local}:
+            raise ConfigError(
+                f"devices = {dict(devices)}: want a CUDA device for each of the ranks {world.local}"
+            )
+        mine = (host_id(), os.getpid(), -1 if board is None else board.fd, on_cuda)
         everyone = world.gather(mine)
-        for rank, (host, _, _) in enumerate(everyone):
+        for rank, (host, _, _, cuda) in enumerate(everyone):
+            if cuda != everyone[0][3]:
+                names = {True: "CUDA", False: "the CPU"}
+                raise ConfigError(
+                    f"rank {rank} is on {names[cuda]}, rank 0 is not: want all ranks on one of them"
+                )
             if host != everyone[0][0]:
                 raise ConfigError(
                     f"rank {rank} is on another host than rank 0: the transports there are "

@@ -1,14 +1,10 @@
 /// The functions of the CUDA runtime and driver that zbpipe uses, on the fake device.
-#include <errno.h>
 #include <fcntl.h>
-#include <linux/futex.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
-#include <climits>
 #include <cstdio>
 #include <cstdlib>
 
@@ -20,7 +16,8 @@ using namespace fake;
 
 namespace {
 
-constexpr int kOk = 0, kInvalidValue = 1, kInvalidDevice = 101, kNotReady = 600;
+constexpr int kOk = 0, kInvalidValue = 1, kInvalidDevice = 101, kNotReady = 600,
+              kAlreadyEnabled = 704;
 constexpr uint64_t kDeviceBit = 1ULL << 60;
 thread_local int device_now = 0;
 
@@ -80,6 +77,11 @@ API int cudaRuntimeGetVersion(int* out) { return *out = 13000, kOk; }
 API int cudaDriverGetVersion(int* out) { return *out = 13000, kOk; }
 API int cudaGetDeviceCount(int* out) { return *out = devices(), kOk; }
 API int cudaGetDevice(int* out) { return *out = device_now, kOk; }
+API int cudaGetLastError() { return last_error() = 0; }
+API int cudaDeviceEnablePeerAccess(int, unsigned) {
+  static std::atomic<int> calls{0};
+  return calls++ == 0 ? kOk : last_error() = kAlreadyEnabled;
+}
 API int cudaSetDevice(int device) {
   if (device < 0 || device >= devices()) return kInvalidDevice;
   device_now = device;
@@ -107,7 +109,7 @@ API int cudaStreamDestroy(void* stream) { return process().destroy(as_stream(str
 API int cudaStreamQuery(void* stream) {
   Stream* s = as_stream(stream);
   // Before the clock is read: it knows at least what this many operations did.
-  if (s->completed.load() != s->enqueued.load()) return kNotReady;
+  if (s->completed.load() != s->enqueued.load()) return last_error() = kNotReady;
   Process& p = process();
   p.universe.lock();
   Clock clock = p.universe.clock(s->actor);
@@ -119,6 +121,7 @@ API int cudaStreamQuery(void* stream) {
 API int cudaStreamSynchronize(void* stream) {
   count("cudaStreamSynchronize");
   while (cudaStreamQuery(stream) == kNotReady) usleep(20);
+  last_error() = 0;
   return kOk;
 }
 
@@ -185,7 +188,7 @@ API int cudaEventQuery(void* event) {
     record = e->record;
   }
   if (!record) return kOk;
-  if (!record->done.load()) return kNotReady;
+  if (!record->done.load()) return last_error() = kNotReady;
   process().seen(record->clock, false);
   return kOk;
 }
@@ -194,7 +197,7 @@ API int cudaEventElapsedTime(float* ms, void* start, void* end) {
   auto* a = static_cast<Event*>(start);
   auto* b = static_cast<Event*>(end);
   if (!a->record || !b->record) return kInvalidValue;
-  if (!a->record->done || !b->record->done) return kNotReady;
+  if (!a->record->done || !b->record->done) return last_error() = kNotReady;
   *ms = static_cast<float>(static_cast<double>(b->record->time - a->record->time) / 1e6);
   return kOk;
 }
@@ -226,6 +229,7 @@ API int cudaFree(void* data) {
   const Allocation* found = p.find(data, 0, "cudaFree of " + hex(data));
   if (found == nullptr || found->imported) return kInvalidValue;
   int host = p.host();
+  p.must_not_be_used(found->buffer, "cudaFree");
   Locked locked(p.universe);
   Buffer& buffer = p.universe.buffer(found->buffer);
   p.universe.must_be_over(p.known, found->buffer, 0, "cudaFree");
@@ -244,6 +248,7 @@ API int cudaMemcpyAsync(void* to, const void* from, size_t bytes, int, void* str
   Op op;
   op.stream = s;
   op.work = true;
+  if (bytes > 0) op.uses = {to, from};
   op.effect = [=] {
     process().access(s->actor, from, bytes, false, kCopyRead);
     process().access(s->actor, to, bytes, true, "a copy's write");
@@ -258,6 +263,7 @@ API int cudaMemsetAsync(void* to, int value, size_t bytes, void* stream) {
   Op op;
   op.stream = s;
   op.work = true;
+  if (bytes > 0) op.uses = {to};
   op.effect = [=] {
     process().access(s->actor, to, bytes, true, "a memset");
     memset(to, value, bytes);
@@ -318,6 +324,7 @@ API int cudaIpcCloseMemHandle(void* data) {
   const Allocation* found = p.find(data, 0, "cudaIpcCloseMemHandle");
   if (found == nullptr || !found->imported || found->base != data) return kInvalidValue;
   Allocation closed = *found;
+  p.must_not_be_used(closed.buffer, "cudaIpcCloseMemHandle");
   {
     Locked locked(p.universe);
     p.universe.must_be_over(p.known, closed.buffer, p.pid, "cudaIpcCloseMemHandle");
@@ -337,7 +344,7 @@ API int cudaLaunchHostFunc(void* stream, void (*function)(void*), void* data) {
   return kOk;
 }
 
-API int cuDeviceGetAttribute(int* out, int, int) { return *out = 0, kOk; }
+API int cuDeviceGetAttribute(int* out, int, int) { return *out = can_flush(), kOk; }
 
 API int cuMemGetAddressRange_v2(uint64_t* base, size_t* bytes, uint64_t address) {
   Process& p = process();
@@ -345,50 +352,5 @@ API int cuMemGetAddressRange_v2(uint64_t* base, size_t* bytes, uint64_t address)
   if (found == nullptr) return kInvalidValue;
   *base = reinterpret_cast<uint64_t>(found->base);
   *bytes = found->whole;
-  return kOk;
-}
-
-API int cuStreamWaitValue32_v2(void* stream, uint64_t address, uint32_t value, unsigned flags) {
-  Stream* s = as_stream(stream);
-  Word word;
-  Process& p = process();
-  if (flags != 0 || !p.word(address, word)) return kInvalidValue;
-  if (s->faulty(kSkipWaitValue)) return kOk;
-  Op op;
-  op.stream = s;
-  op.wait = [word, value] {
-    while (true) {
-      uint32_t now = __atomic_load_n(word.at, __ATOMIC_ACQUIRE);
-      if (static_cast<int32_t>(now - value) >= 0) return;
-      // An abort's write comes from the host, which wakes nobody.
-      timespec slice{0, 1'000'000};
-      syscall(SYS_futex, word.at, FUTEX_WAIT, now, &slice, nullptr, 0);
-    }
-  };
-  op.order = [word, value, &p](Clock& clock) {
-    auto& write = p.universe.flag(word.file, word.offset).history[value % kHistory];
-    if (write.written && write.value == value) clock.join(write.clock);
-  };
-  p.enqueue(std::move(op));
-  return kOk;
-}
-
-API int cuStreamWriteValue32_v2(void* stream, uint64_t address, uint32_t value, unsigned flags) {
-  Word word;
-  Process& p = process();
-  if (flags != 0 || !p.word(address, word)) return kInvalidValue;
-  Op op;
-  op.stream = as_stream(stream);
-  op.order = [word, value, &p](Clock& clock) {
-    auto& write = p.universe.flag(word.file, word.offset).history[value % kHistory];
-    write.written = true;
-    write.value = value;
-    write.clock = clock;
-  };
-  op.effect = [word, value] {
-    __atomic_store_n(word.at, value, __ATOMIC_RELEASE);
-    syscall(SYS_futex, word.at, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
-  };
-  p.enqueue(std::move(op));
   return kOk;
 }

@@ -44,9 +44,15 @@ void check(const Kernel& kernel, const Span& span) {
 }
 
 void launch(Stream* stream, const Kernel& kernel) {
+  // As torch does after every launch.
+  if (last_error() != 0)
+    process().universe.report("a launch finds the error that another call left behind");
   Op op;
   op.stream = stream;
   op.work = true;
+  for (const auto* spans : {&kernel.reads, &kernel.writes})
+    for (const Span& s : *spans)
+      if (s.bytes > 0) op.uses.push_back(s.data);
   op.effect = [stream, kernel] {
     Process& p = process();
     for (const Span& s : kernel.reads)

@@ -38,6 +38,13 @@ int env(const char* name, int otherwise) {
 
 }  // namespace
 
+int can_flush() { return env("ZBPIPE_FAKE_FLUSH", 0); }
+
+int& last_error() {
+  thread_local int error = 0;
+  return error;
+}
+
 int64_t now_ns() {
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
@@ -152,6 +159,7 @@ void Process::seen(const Clock& clock, bool orders) {
 
 void Process::enqueue(Op op) {
   op.host = host_clock();
+  expect(op.uses, 1);
   ++op.stream->enqueued;
   Queue& queue = *op.stream->queue;
   std::lock_guard<std::mutex> guard(queue.mutex);
@@ -190,9 +198,28 @@ void Process::perform(Op& op) {
     if (op.order) op.order(clock);
   }
   if (op.effect) op.effect();
+  expect(op.uses, -1);
   std::lock_guard<std::mutex> guard(mutex);
   ++op.stream->completed;
   happened.notify_all();
+}
+
+void Process::expect(const std::vector<const void*>& uses, int more) {
+  for (const void* data : uses) {
+    const Allocation* found = data == nullptr ? nullptr : find(data, 0, "an operation");
+    if (found == nullptr) continue;
+    std::lock_guard<std::mutex> guard(mutex);
+    pending[found->buffer] += more;
+  }
+}
+
+void Process::must_not_be_used(int buffer, const std::string& what) {
+  std::unique_lock<std::mutex> guard(mutex);
+  int to_come = pending[buffer];
+  guard.unlock();
+  if (to_come > 0)
+    universe.report(what + " of buffer " + std::to_string(buffer) + ", which " +
+                    std::to_string(to_come) + " operations have yet to use");
 }
 
 const Allocation* Process::find(const void* data, uint64_t bytes, const std::string& what) {

@@ -56,7 +56,8 @@ struct Op {
   std::function<void()> wait;
   std::function<void(Clock& clock)> order;  // under the universe's lock
   std::function<void()> effect;
-  bool work = false;  // touches memory
+  bool work = false;              // touches memory:
+  std::vector<const void*> uses;  // where
 };
 
 /// A hardware queue: first in, first out, whatever the streams are.
@@ -110,6 +111,8 @@ class Process {
 
   /// The allocation and offset of device memory; reports and returns null where there is none.
   const Allocation* find(const void* data, uint64_t bytes, const std::string& what);
+  /// Reports operations to come that use the buffer.
+  void must_not_be_used(int buffer, const std::string& what);
   void access(int actor, const void* data, uint64_t bytes, bool write, const std::string& what);
   /// Copies may read the host's memory: no report of a source that is not the device's.
   std::atomic<bool> host_reads{false};
@@ -120,19 +123,25 @@ class Process {
   std::map<char*, Allocation> allocations;
   std::map<char*, Region> regions;
   std::map<std::string, int> calls;
+  std::map<int, int> pending;  // operations to come that use a buffer
   int made = 0;
   Clock known{};  // what some thread of the process has seen to be over; under the universe's lock
 
  private:
   void run(Queue& queue);
   void perform(Op& op);
+  void expect(const std::vector<const void*>& uses, int more);
   std::map<int, std::unique_ptr<Queue>> queues_;
 };
 
 /// This process's; made anew in a forked child and after `fake_reset`.
 Process& process();
 void reset();
+/// What cudaGetLastError finds in this thread.
+int& last_error();
 int64_t now_ns();
+/// $ZBPIPE_FAKE_FLUSH: the device offers to flush remote writes with a wait, and wants it done.
+int can_flush();
 void count(const char* call);
 
 }  // namespace fake

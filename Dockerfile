@@ -1,0 +1,25 @@
+# zbpipe from source, with its tests run: the steps are those of README.md.
+#
+#   docker build -t zbpipe .                                              # CUDA 13
+#   docker build -t zbpipe --build-arg BASE=python:3.11-bookworm \
+#                          --build-arg TORCH=torch==2.13.0 .                # CPU
+#
+# The extension needs no toolkit; the devel image has the headers that a test compares it with, and
+# nvcc for kernels. Run a container with `--gpus all` and, for ranks in several processes, `--ipc=host`.
+ARG BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04
+FROM ${BASE}
+
+ARG TORCH="torch==2.11.0"
+ENV DEBIAN_FRONTEND=noninteractive
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends build-essential make python3 python3-dev python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+
+WORKDIR /zbpipe
+COPY . .
+
+# As a newcomer does it: `make test` makes the virtual environment, builds the extension and tests it.
+RUN make test TORCH="${TORCH}"
+
+ENV PATH=/zbpipe/.venv/bin:${PATH}
+CMD ["zbpipe", "doctor"]
