@@ -39,6 +39,7 @@ class Side:
     step: Callable[[], None]  # zero_grad, forward and backward of one global batch
     grads: Callable[[], dict[str, Tensor]]  # of the own stages, under the model's names
     close: Callable[[], None] = lambda: None
+    settle: Callable[[], None] = lambda: None  # until the device is through with the steps
 
 
 def take_turns(
@@ -68,6 +69,7 @@ def _block(side: Side, steps: int) -> Row:
     start, used = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF)
     for _ in range(steps):
         side.step()
+    side.settle()
     end, after = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF)
     cpu = after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime
     faults = after.ru_minflt - used.ru_minflt

@@ -37,7 +37,7 @@ from sides import (
 )
 from virtual_device import Sleeps, measure, worst
 
-from zbpipe.demo.gpt import GPT, GPTConfig
+from zbpipe.demo.gpt import GPTConfig
 
 BARS = {
     "ratio_vs_torch_1f1b": 0.92,
@@ -49,8 +49,8 @@ BARS = {
 
 def real(rank: int, work: Work, steps: int, rounds: int, out: str) -> None:
     """One rank of the comparison; rank 0 writes what all measured to `out`."""
-    ours, theirs = GPT(work.config), GPT(work.config)
-    sides = {n: zbpipe_side(n, work, ours) for n in ZBPIPE}
+    ours, theirs = work.model(), work.model()
+    sides = {n: zbpipe_side(n, work, ours)[0] for n in ZBPIPE}
     sides |= {n: torch_side(n, work, theirs, rank) for n in TORCH}
     rows = take_turns(sides, unsplit(work), steps, rounds)
     if rank == 0:

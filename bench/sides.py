@@ -27,6 +27,7 @@ TORCH = {
 ZBPIPE = {
     "zbpipe gpipe": ("gpipe", 1),
     "zbpipe 1f1b": ("1f1b", 1),
+    "zbpipe interleaved v2": ("interleaved", 2),
     "zbpipe zb1p": ("zb1p", 1),
     "zbpipe zb2p": ("zb2p", 1),
     "zbpipe zb_v": ("zb_v", 2),
@@ -43,13 +44,24 @@ class Work:
     microbatches: int
     samples: int  # of one microbatch
     ranks: int
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+
+    def model(self) -> GPT:
+        """The same weights on every rank."""
+        return GPT(self.config).to(self.device, self.dtype)
+
+    def settle(self) -> None:
+        """Wait for the device."""
+        if self.device != "cpu":
+            torch.cuda.synchronize(self.device)
 
     def batch(self) -> tuple[Tensor, Tensor]:
         """(inputs, targets), each (m × samples, sequence): random bytes, the same on every rank."""
         generator = torch.Generator().manual_seed(1)
         shape = (2, self.microbatches * self.samples, self.config.sequence)
         inputs, targets = torch.randint(self.config.vocab, shape, generator=generator)
-        return inputs, targets
+        return inputs.to(self.device), targets.to(self.device)
 
     def stages(self, count: int) -> list[int]:
         """Layers of each of `count` stages: equal numbers of blocks; embedding and head are free.
@@ -61,7 +73,7 @@ class Work:
 
 def unsplit(work: Work) -> dict[str, Tensor]:
     """Gradients of the batch through the whole model in one process."""
-    model = GPT(work.config)
+    model = work.model()
     inputs, targets = work.batch()
     size, count = len(inputs), work.microbatches
     for x, y in zip(cut(inputs, count, size), cut(targets, count, size), strict=True):
@@ -69,7 +81,7 @@ def unsplit(work: Work) -> dict[str, Tensor]:
     return _grads(model)
 
 
-def zbpipe_side(name: str, work: Work, model: GPT) -> Side:
+def zbpipe_side(name: str, work: Work, model: GPT) -> tuple[Side, zbpipe.Pipeline]:
     """`model` under a schedule of zbpipe, cut by hand as torch's stages are."""
     schedule, chunks = ZBPIPE[name]
     inputs, targets = work.batch()
@@ -89,7 +101,7 @@ def zbpipe_side(name: str, work: Work, model: GPT) -> Side:
     def grads() -> dict[str, Tensor]:
         return {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
 
-    return Side(step, grads, pipe.close)
+    return Side(step, grads, pipe.close, work.settle), pipe
 
 
 def torch_side(name: str, work: Work, model: GPT, rank: int) -> Side:
@@ -105,7 +117,7 @@ def torch_side(name: str, work: Work, model: GPT, rank: int) -> Side:
         ends.append(ends[-1] + layers)
     own = [rank, count - 1 - rank] if v_shaped else list(range(rank, count, work.ranks))
     parts = {index: model[ends[index] : ends[index + 1]] for index in own}
-    device = torch.device("cpu")
+    device = torch.device(work.device)
     stages = [PipelineStage(parts[index], index, count, device) for index in own]
     with quiet():
         schedule = getattr(schedules, kind)(
@@ -128,7 +140,7 @@ def torch_side(name: str, work: Work, model: GPT, rank: int) -> Side:
     def grads() -> dict[str, Tensor]:
         return {name: g for part in parts.values() for name, g in _grads(part).items()}
 
-    return Side(step, grads)
+    return Side(step, grads, settle=work.settle)
 
 
 def _grads(module: nn.Module) -> dict[str, Tensor]:
