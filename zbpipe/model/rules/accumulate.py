@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,11 +95,17 @@ def add(parameter: Parameter, fresh: Tensor) -> None:
 
 def add_sum(parameter: Parameter, dY: Tensor) -> None:
     """gradient += the column sums of dY (rows, n)."""
+    if (into := _for_kernel(parameter, dY)) is not None:
+        _kernels().bias_grad_(into, _last_contiguous(dY))
+        return
     add(parameter, dY.sum(0, dtype=sum_dtype(parameter, dY)))
 
 
 def add_product(parameter: Parameter, left: Tensor, right: Tensor) -> None:
     """gradient += left @ right, in one kernel where the dtypes allow it."""
+    if (into := _for_kernel(parameter, left)) is not None:
+        _kernels().wgrad_(into, _last_contiguous(left.t()), _last_contiguous(right))
+        return
     dtype = sum_dtype(parameter, left)
     left, right = left.to(dtype), right.to(dtype)
     grad = gradient(parameter)
@@ -127,3 +133,40 @@ def add_product_to(parameter: Parameter, view: View, left: Tensor, right: Tensor
         part.addmm_(left, right)
     else:
         part.add_(left.mm(right))
+
+
+def add_rows(parameter: Parameter, indices: Tensor, dY: Tensor, padding_idx: int) -> bool:
+    """gradient[i] += the rows of dY whose index is i; False where there is no kernel for it."""
+    into = _for_kernel(parameter, dY)
+    if into is None:
+        return False
+    _kernels().embedding_grad_(into, _last_contiguous(dY), indices, padding_idx)
+    return True
+
+
+def _for_kernel(parameter: Parameter, operand: Tensor) -> Tensor | None:
+    """The fp32 gradient that a kernel of ours adds 16-bit operands to; None if torch does it.
+
+    torch has no operator for this: it would make the sum in 16 bits, or copies of the operands.
+    """
+    if not _on_gpu(operand) or operand.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    if sum_dtype(parameter, operand) != torch.float32 or not parameter.is_contiguous():
+        return None
+    grad = zeros_or(parameter)
+    return grad if grad.is_contiguous() else None
+
+
+def _on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda
+
+
+def _kernels() -> Any:
+    """The operators of zbpipe.kernels; only GPUs need them imported."""
+    from zbpipe.kernels import ops
+
+    return ops
+
+
+def _last_contiguous(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -1,0 +1,74 @@
+"""W through the kernels' operators, as on a GPU; on CPU the same operators run on torch."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from splitting import run_split
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from zbpipe.model.rules import accumulate
+from zbpipe.model.split import wide_gradients
+
+ops = pytest.importorskip("zbpipe.kernels.ops", reason="zbpipe is not installed, only on the path")
+
+
+class Stage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8, padding_idx=2)
+        self.up, self.down = nn.Linear(8, 12), Conv1D(8, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(self.embed(x)).relu())
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Counts the operators that W runs."""
+    calls = []
+
+    class Counting:
+        def __getattr__(self, name: str):
+            calls.append(name)
+            return getattr(ops, name)
+
+    monkeypatch.setattr(accumulate, "_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(accumulate, "_kernels", Counting)
+    return calls
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("main", [True, False])
+def test_the_operators_add_what_torch_adds(as_on_a_gpu, monkeypatch, fused, main) -> None:
+    torch.manual_seed(0)
+    stage = Stage().bfloat16()
+    plain = copy.deepcopy(stage)
+    xs = [torch.randint(11, (3, 4)) for _ in range(3)]
+    dYs = [torch.randn(3, 4, 8).bfloat16() for _ in range(3)]
+
+    def grads(stage: nn.Module) -> list[torch.Tensor]:
+        for p in stage.parameters() if main else ():
+            p.main_grad = torch.zeros(p.shape)
+        with wide_gradients(stage.parameters()):
+            run_split(stage, xs, dYs, fused=fused, delay=1)
+            return [p.main_grad if main else p.grad for p in stage.parameters()]
+
+    got = grads(stage)
+    assert sorted(set(as_on_a_gpu)) == ["bias_grad_", "embedding_grad_", "wgrad_"]
+    assert len(as_on_a_gpu) == 3 * 5
+    monkeypatch.setattr(accumulate, "_on_gpu", lambda tensor: False)
+    for g, w in zip(got, grads(plain), strict=True):
+        assert g.dtype == w.dtype == torch.float32
+        torch.testing.assert_close(g, w, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_of_16_bits_stay_with_torch(as_on_a_gpu) -> None:
+    stage = Stage().bfloat16()
+    x, dY = [torch.randint(11, (3, 4))], [torch.randn(3, 4, 8).bfloat16()]
+    run_split(stage, x, dY, fused=False)
+    assert not as_on_a_gpu
+    assert stage.up.weight.grad.dtype == torch.bfloat16
