@@ -24,16 +24,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from . import bias_grad, dgrad, embedding_grad, norm_dgrad, norm_wgrad, tables, wgrad
+from .recorded import TABLE, recorded
 from .target import SUPPORTED
 
-TABLE = Path(__file__).with_name("COMPILED.md")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Bytes of shared memory a block may ask for: CUDA C++ Programming Guide, Compute Capabilities.
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 TENSOR_CORE = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}  # of 16-bit operands
 NORM_FEATURES = 4096  # the row that the norm kernels are compiled for
 # Launchers may pass these as 1 or 0, or as no multiple of 16: not specialised.
-ODD = ("rows", "first", "count", "slots", "padding", "offset")
+ODD = ("rows", "first", "count", "slots", "padding", "offset", "chunk", "count_parts")
+FP32 = ("dW", "mean", "rstd", "parts", "parts_w", "parts_b", "total")
 
 
 @dataclass(frozen=True)
@@ -129,12 +130,16 @@ def _descriptors(name: str, dtype: str, config: tables.Config) -> dict[str, str]
 
 def _sums(architecture: int, dtype: str) -> Iterator[Case]:
     block = NORM_FEATURES
-    columns = {"BLOCK_ROWS": norm_wgrad.ROWS, "BLOCK": norm_wgrad.COLUMNS}
+    columns = {"BLOCK_ROWS": norm_wgrad.ROWS, "BLOCK": bias_grad.COLUMNS}
     both = {"CENTRED": True, "BIAS": True}
     for kernel, constants, warps, stages in (
         (
             bias_grad.bias_grad_kernel,
             {"BLOCK_ROWS": bias_grad.ROWS, "BLOCK_OUTS": bias_grad.COLUMNS}, 4, 3,
+        ),
+        (
+            bias_grad.parts_sum_kernel,
+            {"BLOCK_PARTS": bias_grad.MOST_PARTS, "BLOCK_OUTS": bias_grad.COLUMNS}, 4, 2,
         ),
         (
             norm_dgrad.norm_dgrad_kernel,
@@ -151,7 +156,7 @@ def _type(case: Case, argument: str) -> str:
         return "constexpr"
     if argument in case.types:
         return case.types[argument]
-    if argument in ("dW", "db", "mean", "rstd"):
+    if argument in FP32:
         return "*fp32"
     if argument in ("tokens", "order"):
         return "*i64"
@@ -196,20 +201,6 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return registers, stack + local
 
 
-def recorded(text: str) -> dict[str, dict[str, int]]:
-    """Triton version → case name → registers, as COMPILED.md says."""
-    found: dict[str, dict[str, int]] = {}
-    version = ""
-    for line in text.splitlines():
-        if line.startswith("## Triton "):
-            version = line.removeprefix("## Triton ").strip()
-            found[version] = {}
-        elif version and re.match(r"\| [a-z_]+ sm_", line):
-            name, registers = line.strip("| ").split("|")[:2]
-            found[version][name.strip()] = int(registers)
-    return found
-
-
 def section(reports: dict[str, Report]) -> str:
     """COMPILED.md's section on the Triton that is installed."""
     lines = [f"## Triton {triton.__version__}", ""]
@@ -232,7 +223,7 @@ def main() -> int:
         print(f"{case.name}: {report.registers} registers, {report.shared} bytes", *wrong)
     if args.json:
         found = {name: asdict(r) | {"complaints": complaints[name]} for name, r in reports.items()}
-        known = recorded(TABLE.read_text())
+        known = {version: {n: r for n, (r, _) in c.items()} for version, c in recorded().items()}
         text = {"triton": triton.__version__, "cases": found, "recorded": known}
         args.json.write_text(json.dumps(text, indent=2))
     if args.write:

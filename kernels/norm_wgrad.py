@@ -1,43 +1,47 @@
-"""The weight and bias gradients of layer norm and RMS norm (their W): Σ dY x̂ and Σ dY over rows."""
+"""The weight and bias gradients of layer norm and RMS norm (their W): Σ dY x̂ and Σ dY over rows.
+
+In the two passes of bias_grad.py: sums of parts of the rows, then those in order. No atomics.
+"""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .arguments import check_gradient, check_norm
+from .bias_grad import COLUMNS, add_parts, parts_of
 
-# Columns a program: 128 programs for 4096 features, about one an SM; not yet run.
-COLUMNS = 32
-ROWS = 64
+ROWS = 32  # a block: two operands and two sums are in registers; not yet run
 
 
 @triton.jit
 def norm_wgrad_kernel(
-    dY, X, mean, rstd, dW, db, rows, n, stride_y, stride_x,
+    dY, X, mean, rstd, parts_w, parts_b, rows, n, stride_y, stride_x, chunk,
     CENTRED: tl.constexpr, BIAS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK columns, all rows in order: no atomics, so the bits are always the same."""
+    """parts[part] = the sums of `chunk` rows: BLOCK columns."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    acc = tl.load(dW + i, mask=i < n, other=0.0)
-    if BIAS:
-        acc_b = tl.load(db + i, mask=i < n, other=0.0)
-    for at in range(0, rows, BLOCK_ROWS):
+    part = tl.program_id(1)
+    acc_w = tl.zeros((BLOCK,), tl.float32)
+    acc_b = tl.zeros((BLOCK,), tl.float32)
+    last = min(rows, (part + 1) * chunk)
+    for at in range(part * chunk, last, BLOCK_ROWS):
         r = at + tl.arange(0, BLOCK_ROWS)
-        inside = (r[:, None] < rows) & (i[None, :] < n)
+        inside = (r[:, None] < last) & (i[None, :] < n)
         r64 = r[:, None].to(tl.int64)
         y = tl.load(dY + r64 * stride_y + i[None, :], mask=inside, other=0.0).to(tl.float32)
         x = tl.load(X + r64 * stride_x + i[None, :], mask=inside, other=0.0).to(tl.float32)
         if CENTRED:
-            x -= tl.load(mean + r, mask=r < rows, other=0.0)[:, None]
-        x *= tl.load(rstd + r, mask=r < rows, other=0.0)[:, None]
-        acc += tl.sum(y * x, 0)
+            x -= tl.load(mean + r, mask=r < last, other=0.0)[:, None]
+        x *= tl.load(rstd + r, mask=r < last, other=0.0)[:, None]
+        acc_w += tl.sum(y * x, 0)
         if BIAS:
             acc_b += tl.sum(y, 0)
-    tl.store(dW + i, acc, mask=i < n)
+    tl.store(parts_w + part * n + i, acc_w, mask=i < n)
     if BIAS:
-        tl.store(db + i, acc_b, mask=i < n)
+        tl.store(parts_b + part * n + i, acc_b, mask=i < n)
 
 
 def norm_wgrad(
@@ -60,11 +64,17 @@ def norm_wgrad(
         check_gradient("db", db, (n,))
     if X.numel() == 0:
         return
-    norm_wgrad_kernel[(triton.cdiv(n, COLUMNS),)](
-        dY, X, rstd if mean is None else mean, rstd, dW, dW if db is None else db, rows, n,
-        dY.stride(0), X.stride(0), CENTRED=mean is not None, BIAS=db is not None,
+    count = parts_of(rows)
+    parts = torch.empty(2, 1, count, n, dtype=torch.float32, device=X.device)
+    norm_wgrad_kernel[(triton.cdiv(n, COLUMNS), count)](
+        dY, X, rstd if mean is None else mean, rstd, parts[0], parts[1], rows, n,
+        dY.stride(0), X.stride(0), triton.cdiv(rows, count),
+        CENTRED=mean is not None, BIAS=db is not None,
         BLOCK_ROWS=ROWS, BLOCK=COLUMNS, num_warps=4, num_stages=3,
     )  # fmt: skip
+    add_parts(dW, parts[0])
+    if db is not None:
+        add_parts(db, parts[1])
 
 
 def reference(

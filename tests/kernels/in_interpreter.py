@@ -161,7 +161,7 @@ def test_wgrad_of_nothing(shape) -> None:
 # --- sums over rows ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rows", "outs"), [(1, 1), (17, 129), (129, 33), (0, 5)])
+@pytest.mark.parametrize(("rows", "outs"), [(1, 1), (17, 129), (129, 33), (300, 5), (0, 5)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bias_grad(rows, outs, dtype) -> None:
     dY = draw(3, rows, outs, dtype=dtype)
@@ -193,7 +193,7 @@ def test_norm_dgrad(centred, rows, n, dtype, atol, rtol) -> None:
 
 
 @pytest.mark.parametrize("centred", [True, False])
-@pytest.mark.parametrize(("rows", "n"), [(1, 1), (17, 129), (129, 33), (0, 5)])
+@pytest.mark.parametrize(("rows", "n"), [(1, 1), (17, 129), (129, 33), (300, 5), (0, 5)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [True, False])
 def test_norm_wgrad(centred, rows, n, dtype, bias) -> None:
