@@ -8,8 +8,9 @@
 | `norm_dgrad.py`, `norm_wgrad.py` | layer norm's and RMS norm's backward in two | I, W |
 | `embedding_grad.py` | dW[token] += dY, without atomics | W |
 
-Each has the kernel, its launcher and a naive fp64 `reference`. `ops.py` makes torch operators of
-them that run on every device; `tables.py` says with which tile sizes, `tune.py` measures them on a
-GPU, `compiled.py` compiles all of it without one (COMPILED.md). Triton is optional (`[cuda]`): only
-the kernel files import it. What they take in time on a GPU: not yet run.
+Each has the kernel, its launcher and a naive fp64 `reference`. `dispatch.py` picks Triton, cuBLAS
+or torch, on every device, and `ops.py` makes torch operators of that; `tables.py` says with which
+tile sizes, `tune.py` measures them on a GPU, `compiled.py` compiles all of it without one
+(COMPILED.md). Triton is optional (`[cuda]`): only the kernel files import it. What they take in
+time on a GPU: not yet run.
 """

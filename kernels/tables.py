@@ -84,6 +84,7 @@ def measured() -> tuple[dict[str, Any], ...]:
     return tuple(json.loads(MEASURED.read_text())["entries"])
 
 
+@cache
 def choose(
     kernel: str,
     architecture: int,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from zbpipe.errors import ConfigError
 SUPPORTED = (80, 90, 100)  # targets with tables, all in COMPILED.md
 
 
+@cache
 def has_triton() -> bool:
     """Whether Triton can be imported."""
     return importlib.util.find_spec("triton") is not None

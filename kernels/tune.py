@@ -56,7 +56,7 @@ def contenders(
     kernel: str, shape: tuple[int, int, int], dtype: torch.dtype, device: str
 ) -> Iterator[Contender]:
     """(what it is, a call to time, a call that returns its result) of cuBLAS and each candidate."""
-    from . import dgrad, ops, wgrad
+    from . import dgrad, dispatch, wgrad
 
     rows, outs, ins = shape
     dY, X, W = (
@@ -71,7 +71,7 @@ def contenders(
             call = by_triton if config.triton else partial(dY.mm, W)
             return config, call, call
         by_triton = partial(wgrad.wgrad, dW, dY, X, config=config)
-        call = by_triton if config.triton else partial(ops._add_product, dW, dY, X)
+        call = by_triton if config.triton else partial(dispatch.add_product, dW, dY, X)
 
         def result() -> Tensor:
             dW.zero_()

@@ -6,6 +6,8 @@ were off by 3e-7 at most; a 16-bit result is rounded once, by 2⁻⁹ or 2⁻¹�
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,6 +16,7 @@ from torch import Tensor
 from zbpipe.kernels import (
     bias_grad,
     dgrad,
+    dispatch,
     embedding_grad,
     norm_dgrad,
     norm_wgrad,
@@ -220,6 +223,50 @@ def test_embedding_grad(padding_idx, tokens, width, dtype) -> None:
         if index != padding_idx:
             again[index] += row.float()
     assert torch.equal(dW, again)
+
+
+# --- dispatch ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dispatch_runs_the_kernels_as_torch_would(dtype, monkeypatch) -> None:
+    launched = []
+    for module in (dgrad, wgrad, bias_grad, norm_dgrad, norm_wgrad, embedding_grad):
+        name = module.__name__.rpartition(".")[2]
+        plain = getattr(module, name)
+
+        def counted(*args, plain=plain, name=name, **kwargs):
+            launched.append(name)
+            return plain(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, counted)
+    measured = {"kernel": "dgrad", "architecture": 80, "rows": 9, "outs": 16, "ins": 32}
+    measured |= {"dtype": str(dtype).split(".")[1], "config": dataclasses.asdict(POINTERS)}
+    both = [measured, measured | {"kernel": "wgrad"}]
+    monkeypatch.setattr(tables, "measured", lambda: tuple(both))
+    results = []
+    for by_triton in (True, False):
+        tables.choose.cache_clear()
+        monkeypatch.setattr(dispatch, "_by_triton", lambda tensor, on=by_triton: on)
+        results.append(everything(dtype))
+    tables.choose.cache_clear()
+    wanted = ["bias_grad", "dgrad", "embedding_grad", "norm_dgrad", "norm_wgrad", "wgrad"]
+    assert sorted(launched) == wanted
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
+
+
+def everything(dtype: torch.dtype) -> list[Tensor]:
+    """A result of each function of dispatch.py, with a ring where it takes one."""
+    dY, X, W = draw(3, 9, 16, dtype=dtype), draw(3, 9, 32, dtype=dtype), draw(16, 32, dtype=dtype)
+    dW, db, dn, dm, table = draw(16, 32), draw(16), draw(32), draw(32, seed=1), draw(7, 16)
+    rstd, mean = draw(9).abs(), draw(9, seed=1)
+    dispatch.wgrad_(dW, dY, X, 1, 2)
+    dispatch.bias_grad_(db, dY, 2, 3)
+    dispatch.norm_wgrad_(dn, dm, X[0], X[1], rstd, mean)
+    dispatch.embedding_grad_(table, dY[0], torch.tensor([1, 6, 1, 0, 2, 3, 3, 5, 4]), 5)
+    dX = dispatch.norm_dgrad(X[0], X[1], W[0], rstd, mean, 1.0)
+    return [dispatch.dgrad(dY[0], W), dW, db, dn, dm, table, dX]
 
 
 # --- tune -------------------------------------------------------------------------------------

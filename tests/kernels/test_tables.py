@@ -31,11 +31,15 @@ def written(tmp_path, monkeypatch):
         path = tmp_path / "measured.json"
         path.write_text(json.dumps({"entries": entries}))
         monkeypatch.setattr(tables, "MEASURED", path)
+        forget()
+
+    def forget() -> None:
         tables.measured.cache_clear()
+        tables.choose.cache_clear()
 
     yield write
     monkeypatch.undo()
-    tables.measured.cache_clear()
+    forget()
 
 
 def entry(rows: int, how: str, **changes: object) -> dict:

@@ -1,4 +1,4 @@
-"""W through the kernels' operators, as on a GPU; on CPU the same operators run on torch."""
+"""W through zbpipe.kernels, as on a GPU; on CPU the same functions run on torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from transformers.pytorch_utils import Conv1D
 from zbpipe.model.rules import accumulate
 from zbpipe.model.split import wide_gradients
 
-ops = pytest.importorskip("zbpipe.kernels.ops", reason="zbpipe is not installed, only on the path")
+dispatch = pytest.importorskip(
+    "zbpipe.kernels.dispatch", reason="zbpipe is not installed, only on the path"
+)
 
 
 class Stage(nn.Module):
@@ -28,13 +30,13 @@ class Stage(nn.Module):
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """Counts the operators that W runs."""
+    """Counts the kernels that W runs."""
     calls = []
 
     class Counting:
         def __getattr__(self, name: str):
             calls.append(name)
-            return getattr(ops, name)
+            return getattr(dispatch, name)
 
     monkeypatch.setattr(accumulate, "_on_gpu", lambda tensor: True)
     monkeypatch.setattr(accumulate, "_kernels", Counting)
@@ -43,7 +45,7 @@ def as_on_a_gpu(monkeypatch):
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("main", [True, False])
-def test_the_operators_add_what_torch_adds(as_on_a_gpu, monkeypatch, fused, main) -> None:
+def test_the_kernels_add_what_torch_adds(as_on_a_gpu, monkeypatch, fused, main) -> None:
     torch.manual_seed(0)
     stage = Stage().bfloat16()
     plain = copy.deepcopy(stage)
@@ -58,8 +60,8 @@ def test_the_operators_add_what_torch_adds(as_on_a_gpu, monkeypatch, fused, main
             return [p.main_grad if main else p.grad for p in stage.parameters()]
 
     got = grads(stage)
-    assert sorted(set(as_on_a_gpu)) == ["bias_grad_", "embedding_grad_", "wgrad_"]
-    assert len(as_on_a_gpu) == 3 * 5
+    assert sorted(set(as_on_a_gpu)) == ["bias_grad_", "dgrad", "embedding_grad_", "wgrad_"]
+    assert len(as_on_a_gpu) == 3 * 7
     monkeypatch.setattr(accumulate, "_on_gpu", lambda tensor: False)
     for g, w in zip(got, grads(plain), strict=True):
         assert g.dtype == w.dtype == torch.float32
@@ -70,5 +72,5 @@ def test_gradients_of_16_bits_stay_with_torch(as_on_a_gpu) -> None:
     stage = Stage().bfloat16()
     x, dY = [torch.randint(11, (3, 4))], [torch.randn(3, 4, 8).bfloat16()]
     run_split(stage, x, dY, fused=False)
-    assert not as_on_a_gpu
+    assert set(as_on_a_gpu) == {"dgrad"}
     assert stage.up.weight.grad.dtype == torch.bfloat16

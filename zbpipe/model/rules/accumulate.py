@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+_LOW = (torch.bfloat16, torch.float16)
+
 
 class View(NamedTuple):
     """A part of a parameter as a strided view of it; `offset` is relative to the parameter."""
@@ -144,12 +146,20 @@ def add_rows(parameter: Parameter, indices: Tensor, dY: Tensor, padding_idx: int
     return True
 
 
+def input_grad(dY: Tensor, w: Tensor) -> Tensor:
+    """dX (rows, in) = dY (rows, out) @ w (out, in), by what the kernels' tables say on a GPU."""
+    if _on_gpu(dY) and dY.dtype == w.dtype and dY.dtype in _LOW and 1 in w.stride():
+        dX: Tensor = _kernels().dgrad(_last_contiguous(dY), w)
+        return dX
+    return dY.mm(w)
+
+
 def _for_kernel(parameter: Parameter, operand: Tensor) -> Tensor | None:
     """The fp32 gradient that a kernel of ours adds 16-bit operands to; None if torch does it.
 
     torch has no operator for this: it would make the sum in 16 bits, or copies of the operands.
     """
-    if not _on_gpu(operand) or operand.dtype not in (torch.bfloat16, torch.float16):
+    if not _on_gpu(operand) or operand.dtype not in _LOW:
         return None
     if sum_dtype(parameter, operand) != torch.float32 or not parameter.is_contiguous():
         return None
@@ -162,10 +172,10 @@ def _on_gpu(tensor: Tensor) -> bool:
 
 
 def _kernels() -> Any:
-    """The operators of zbpipe.kernels; only GPUs need them imported."""
-    from zbpipe.kernels import ops
+    """zbpipe.kernels' dispatch; only GPUs need it imported."""
+    from zbpipe.kernels import dispatch
 
-    return ops
+    return dispatch
 
 
 def _last_contiguous(tensor: Tensor) -> Tensor:

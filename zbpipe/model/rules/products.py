@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from .accumulate import View, add_product_to, add_sum
+from .accumulate import View, add_product_to, add_sum, input_grad
 from .deferred import Deferred, Record
 from .embedding import lookup
 from .engine import autocast_dtype, autocast_off, cast, due, is_ordinary, rows
@@ -54,7 +54,7 @@ class Product(torch.autograd.Function):
             dY = rows(dY)
             if parameter is not None:
                 M = cast(ctx.view.on(parameter), ctx.dtype)
-                dX = dY.mm(M.t()).view(ctx.shape)
+                dX = input_grad(dY, M.t()).view(ctx.shape)
             wanted = due(ctx, 1, 2)
             if wanted is None and X is not None:
                 dW = torch.zeros_like(ctx.parameter)
