@@ -4,6 +4,7 @@
 |---|---|---|
 | `dgrad.py` | dX = dY W | I |
 | `wgrad.py` | dW += dYᵀ X, one microbatch or several of a ring | W |
+| `expert_wgrad.py` | the same for all experts of a mixture, rows sorted by expert | W |
 | `bias_grad.py` | db += Σ dY | W |
 | `norm_dgrad.py`, `norm_wgrad.py` | layer norm's and RMS norm's backward in two | I, W |
 | `embedding_grad.py` | dW[token] += dY, without atomics | W |

@@ -121,3 +121,16 @@ def check_embedding(dW: Tensor, dY: Tensor, indices: Tensor) -> None:
         )
     check_matrix("dY", dY, (len(indices), None))
     check_gradient("dW", dW, (None, dY.shape[1]))
+
+
+def check_expert_wgrad(dW: Tensor, dY: Tensor, X: Tensor, offsets: Tensor) -> tuple[int, int, int]:
+    """(rows, outs, ins) of dW[e] += dY[rows of e]ᵀ X[rows of e]."""
+    check_matrix("dY", dY, (None, None))
+    rows, outs = dY.shape
+    check_matrix("X", X, (rows, None))
+    check_same_dtype("X", X, "dY", dY)
+    check_gradient("dW", dW, (None, outs, X.shape[1]))
+    if offsets.dtype != torch.int32 or not offsets.is_contiguous():
+        raise ConfigError(f"offsets is {offsets.dtype}: must be contiguous torch.int32")
+    check_shape("offsets", offsets, (len(dW),))
+    return rows, outs, int(X.shape[1])

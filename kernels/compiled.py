@@ -23,7 +23,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from . import bias_grad, dgrad, embedding_grad, norm_dgrad, norm_wgrad, tables, wgrad
+from . import (
+    bias_grad,
+    dgrad,
+    embedding_grad,
+    expert_wgrad,
+    norm_dgrad,
+    norm_wgrad,
+    tables,
+    wgrad,
+)
 from .recorded import TABLE, recorded
 from .target import SUPPORTED
 
@@ -59,7 +68,7 @@ class Case:
     @property
     def instruction(self) -> str | None:
         """The tensor-core instruction that must be there; fp32 products are exact and have none."""
-        product = self.kernel.fn.__name__.startswith(("dgrad", "wgrad"))
+        product = self.kernel.fn.__name__.startswith(("dgrad", "wgrad", "expert_wgrad"))
         return TENSOR_CORE[self.architecture] if product and self.dtype != "fp32" else None
 
 
@@ -110,6 +119,11 @@ def _products(architecture: int, dtype: str) -> Iterator[Case]:
             types = _descriptors(name, dtype, config) if tma else {}
             if name == "dgrad" and not tma:
                 constants["stride_wi"] = 1
+            if name == "wgrad" and not tma:
+                yield Case(
+                    expert_wgrad.expert_wgrad_kernel, architecture, dtype, types, constants,
+                    config.warps, config.stages,
+                )  # fmt: skip
             yield Case(
                 descriptors if tma else pointers, architecture, dtype, types, constants,
                 config.warps, config.stages,
@@ -160,6 +174,8 @@ def _type(case: Case, argument: str) -> str:
         return "*fp32"
     if argument in ("tokens", "order"):
         return "*i64"
+    if argument == "offsets":
+        return "*i32"
     if argument in ("dY", "X", "W", "dX", "weight"):
         return f"*{case.dtype}"
     return "fp32" if argument == "offset" else "i32"

@@ -18,6 +18,7 @@ from .arguments import (
     as_ring,
     check_dgrad,
     check_embedding,
+    check_expert_wgrad,
     check_gradient,
     check_matrix,
     check_norm,
@@ -82,6 +83,24 @@ def wgrad(dY: Tensor, X: Tensor) -> Tensor:
     dW = torch.zeros(dY.shape[-1], X.shape[-1], dtype=torch.float32, device=dY.device)
     wgrad_(dW, dY, X)
     return dW
+
+
+def expert_wgrad_(dW: Tensor, dY: Tensor, X: Tensor, offsets: Tensor) -> None:
+    """dW (experts, outs, ins), fp32, += of each expert dYᵀ X over its rows.
+
+    Rows are sorted by expert: offsets (experts,) int32 say where each one's end.
+    """
+    check_expert_wgrad(dW, dY, X, offsets)
+    if _by_triton(dY):
+        from . import expert_wgrad as kernel
+
+        kernel.expert_wgrad(dW, dY, X, offsets)
+        return
+    start = 0
+    for expert, end in enumerate(offsets.tolist()):
+        if start < end:
+            add_product(dW[expert], dY[start:end], X[start:end])
+        start = end
 
 
 def bias_grad_(db: Tensor, dY: Tensor, first: int = 0, count: int | None = None) -> None:

@@ -26,6 +26,9 @@ wgrad_ = _operator(
     ("dW",),
     "(Tensor(a!) dW, Tensor dY, Tensor X, int first=0, int? count=None) -> ()",
 )
+expert_wgrad_ = _operator(
+    "expert_wgrad_", ("dW",), "(Tensor(a!) dW, Tensor dY, Tensor X, Tensor offsets) -> ()"
+)
 bias_grad_ = _operator(
     "bias_grad_", ("db",), "(Tensor(a!) db, Tensor dY, int first=0, int? count=None) -> ()"
 )
@@ -64,7 +67,7 @@ def _(
     return X.new_empty(check_norm(dY, X, rstd, mean))
 
 
-for _adds in (wgrad_, bias_grad_, norm_wgrad_, embedding_grad_):
+for _adds in (wgrad_, expert_wgrad_, bias_grad_, norm_wgrad_, embedding_grad_):
     _adds.register_fake(lambda *args, **kwargs: None)
 
 

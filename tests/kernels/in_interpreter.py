@@ -18,6 +18,7 @@ from zbpipe.kernels import (
     dgrad,
     dispatch,
     embedding_grad,
+    expert_wgrad,
     norm_dgrad,
     norm_wgrad,
     tables,
@@ -161,6 +162,31 @@ def test_wgrad_of_nothing(shape) -> None:
     assert torch.equal(dW, before)
 
 
+# --- expert_wgrad -----------------------------------------------------------------------------
+
+
+@settings(max_examples=30)
+@given(
+    counts=st.lists(st.integers(0, 40), min_size=1, max_size=4),
+    spare=st.integers(0, 3),
+    sizes=st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_experts_have_the_bits_of_wgrad_for_each(counts, spare, sizes, dtype) -> None:
+    outs, ins = sizes
+    rows = sum(counts) + spare
+    dY, X = draw(rows, outs, dtype=dtype), draw(rows, ins, dtype=dtype, seed=1)
+    dY[rows - spare :], X[rows - spare :] = torch.nan, torch.nan
+    offsets = torch.tensor(counts).cumsum(0).int()
+    together, apart = draw(len(counts), outs, ins), draw(len(counts), outs, ins)
+    want = expert_wgrad.reference(together, dY, X, offsets)
+    expert_wgrad.expert_wgrad(together, dY, X, offsets)
+    for expert, end in enumerate(offsets.tolist()):
+        wgrad.wgrad(apart[expert], dY[end - counts[expert] : end], X[end - counts[expert] : end])
+    assert torch.equal(together, apart)
+    assert_close(together, want, *SUM)
+
+
 # --- sums over rows ---------------------------------------------------------------------------
 
 
@@ -231,7 +257,7 @@ def test_embedding_grad(padding_idx, tokens, width, dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dispatch_runs_the_kernels_as_torch_would(dtype, monkeypatch) -> None:
     launched = []
-    for module in (dgrad, wgrad, bias_grad, norm_dgrad, norm_wgrad, embedding_grad):
+    for module in (dgrad, wgrad, expert_wgrad, bias_grad, norm_dgrad, norm_wgrad, embedding_grad):
         name = module.__name__.rpartition(".")[2]
         plain = getattr(module, name)
 
@@ -250,8 +276,8 @@ def test_dispatch_runs_the_kernels_as_torch_would(dtype, monkeypatch) -> None:
         monkeypatch.setattr(dispatch, "_by_triton", lambda tensor, on=by_triton: on)
         results.append(everything(dtype))
     tables.choose.cache_clear()
-    wanted = ["bias_grad", "dgrad", "embedding_grad", "norm_dgrad", "norm_wgrad", "wgrad"]
-    assert sorted(launched) == wanted
+    wanted = ["bias_grad", "dgrad", "embedding_grad", "expert_wgrad", "norm_dgrad", "norm_wgrad"]
+    assert sorted(launched) == [*wanted, "wgrad"]
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
 
@@ -261,12 +287,14 @@ def everything(dtype: torch.dtype) -> list[Tensor]:
     dY, X, W = draw(3, 9, 16, dtype=dtype), draw(3, 9, 32, dtype=dtype), draw(16, 32, dtype=dtype)
     dW, db, dn, dm, table = draw(16, 32), draw(16), draw(32), draw(32, seed=1), draw(7, 16)
     rstd, mean = draw(9).abs(), draw(9, seed=1)
+    experts = draw(3, 16, 32)
     dispatch.wgrad_(dW, dY, X, 1, 2)
+    dispatch.expert_wgrad_(experts, dY[0], X[0], torch.tensor([2, 2, 8]).int())
     dispatch.bias_grad_(db, dY, 2, 3)
     dispatch.norm_wgrad_(dn, dm, X[0], X[1], rstd, mean)
     dispatch.embedding_grad_(table, dY[0], torch.tensor([1, 6, 1, 0, 2, 3, 3, 5, 4]), 5)
     dX = dispatch.norm_dgrad(X[0], X[1], W[0], rstd, mean, 1.0)
-    return [dispatch.dgrad(dY[0], W), dW, db, dn, dm, table, dX]
+    return [dispatch.dgrad(dY[0], W), experts, dW, db, dn, dm, table, dX]
 
 
 # --- tune -------------------------------------------------------------------------------------
@@ -321,6 +349,15 @@ MISUSE = {
     ),
     "at most 65536": lambda: norm_dgrad.norm_dgrad(
         draw(1, 65537), draw(1, 65537), draw(65537), draw(1)
+    ),
+    "offsets is torch.int64": lambda: expert_wgrad.expert_wgrad(
+        draw(2, 3, 4), Y[0], X[0], torch.tensor([3, 6])
+    ),
+    r"offsets has shape \(3,\)": lambda: expert_wgrad.expert_wgrad(
+        draw(2, 3, 4), Y[0], X[0], torch.tensor([3, 6, 6]).int()
+    ),
+    r"dW has shape \(2, 4, 3\)": lambda: expert_wgrad.expert_wgrad(
+        draw(2, 4, 3), Y[0], X[0], torch.tensor([3, 6]).int()
     ),
     "indices is torch.int32": lambda: embedding_grad.embedding_grad(
         draw(9, 3), Y[0], torch.zeros(6, dtype=torch.int32)

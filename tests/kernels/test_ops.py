@@ -57,6 +57,15 @@ def test_a_group_has_the_bits_of_its_microbatches(rows, slots, numbers, dtype) -
     assert torch.equal(*dW) and torch.equal(*db)
 
 
+def test_each_expert_gets_its_rows() -> None:
+    dY, X, dW = draw(7, 3), draw(7, 4), draw(3, 3, 4)
+    before = dW.clone()
+    ops.expert_wgrad_(dW, dY, X, torch.tensor([4, 4, 6]).int())
+    for expert, at in enumerate((slice(0, 4), slice(4, 4), slice(4, 6))):
+        want = before[expert].double() + dY[at].double().t() @ X[at].double()
+        assert off(dW[expert], want) < 1e-6
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("centred", [True, False])
 def test_norms_are_autograds(dtype, centred) -> None:
@@ -105,6 +114,7 @@ CALLS = {
     "dgrad": lambda: (draw(7, 3).requires_grad_(), draw(3, 4).requires_grad_()),
     "wgrad": lambda: (draw(7, 3).requires_grad_(), draw(7, 4).requires_grad_()),
     "wgrad_": lambda: (draw(3, 4), draw(2, 7, 3), draw(2, 7, 4), 1, 2),
+    "expert_wgrad_": lambda: (draw(2, 3, 4), draw(7, 3), draw(7, 4), torch.tensor([4, 6]).int()),
     "bias_grad_": lambda: (draw(3), draw(7, 3)),
     "norm_dgrad": lambda: (draw(7, 4), draw(7, 4), draw(4), draw(7), draw(7), 1.0),
     "norm_wgrad_": lambda: (draw(4), draw(4), draw(7, 4), draw(7, 4), draw(7), None),

@@ -11,7 +11,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from zbpipe.model.rules import accumulate
-from zbpipe.model.split import wide_gradients
+from zbpipe.model.rules.products import Products
+from zbpipe.model.split import Deferred, wide_gradients
 
 dispatch = pytest.importorskip(
     "zbpipe.kernels.dispatch", reason="zbpipe is not installed, only on the path"
@@ -74,3 +75,35 @@ def test_gradients_of_16_bits_stay_with_torch(as_on_a_gpu) -> None:
     run_split(stage, x, dY, fused=False)
     assert set(as_on_a_gpu) == {"dgrad"}
     assert stage.up.weight.grad.dtype == torch.bfloat16
+
+
+class Experts(nn.Module):
+    def __init__(self, transposed: bool) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        shape = (3, 8, 16) if transposed else (3, 16, 8)
+        self.w = nn.Parameter(torch.randn(shape, generator=generator).bfloat16())
+        self.transposed = transposed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        w = self.w if self.transposed else self.w.transpose(-2, -1)
+        return nn.functional.grouped_mm(x, w, offs=torch.tensor([4, 4, 9], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+def test_experts_are_one_kernel(as_on_a_gpu, monkeypatch, transposed) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, dY = (torch.randn(10, n, generator=generator).bfloat16() for n in (8, 16))
+    grads = []
+    for on_gpu in (True, False):
+        monkeypatch.setattr(accumulate, "_on_gpu", lambda tensor, on=on_gpu: on)
+        stage, entry = Experts(transposed), Deferred()
+        stage.w.main_grad = torch.ones(stage.w.shape)
+        with Products(stage.parameters(), entry):
+            y = stage(x)
+        y.backward(dY)
+        entry.run()
+        grads.append(stage.w.main_grad)
+    assert as_on_a_gpu == ["expert_wgrad_"]
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
+    assert bool((grads[0][1] == 1).all())

@@ -146,6 +146,20 @@ def add_rows(parameter: Parameter, indices: Tensor, dY: Tensor, padding_idx: int
     return True
 
 
+def add_experts(
+    parameter: Parameter, view: View, left: Tensor, right: Tensor, offsets: Tensor
+) -> bool:
+    """gradient[e] += leftᵀ right over the rows of e; False where there is no kernel for it."""
+    if View.of(parameter, parameter) != view:
+        return False
+    into = _for_kernel(parameter, left)
+    if into is None:
+        return False
+    left, right = _last_contiguous(left), _last_contiguous(right)
+    _kernels().expert_wgrad_(into, left, right, offsets.int())
+    return True
+
+
 def input_grad(dY: Tensor, w: Tensor) -> Tensor:
     """dX (rows, in) = dY (rows, out) @ w (out, in), by what the kernels' tables say on a GPU."""
     if _on_gpu(dY) and dY.dtype == w.dtype and dY.dtype in _LOW and 1 in w.stride():

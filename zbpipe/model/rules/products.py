@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from .accumulate import View, add_product_to, add_sum, input_grad
+from .accumulate import View, add_experts, add_product_to, add_sum, input_grad
 from .deferred import Deferred, Record
 from .embedding import lookup
 from .engine import autocast_dtype, autocast_off, cast, due, is_ordinary, rows
@@ -103,7 +103,9 @@ class Grouped(torch.autograd.Function):
         with autocast_off(dY.device.type):
             if parameter is not None:
                 dX = ctx.product(dY, ctx.view.on(parameter).transpose(-2, -1), offs=offsets)
-                dX[_last(offsets) :] = 0
+                # Not by a slice: on a GPU the host would wait for the last offset.
+                late = torch.arange(len(dX), device=dX.device) >= offsets[-1]
+                dX.masked_fill_(late[:, None], 0)
             wanted = due(ctx, 1, 2)
             if wanted is None and X is not None:
                 dW = torch.zeros_like(ctx.parameter)
@@ -113,10 +115,6 @@ class Grouped(torch.autograd.Function):
                 rule = partial(_grouped_weights, ctx.parameter, ctx.view, offsets)
                 ctx.entry.add(Record(rule, (ctx.parameter,), X.detach(), dY, (offsets,)))
         return dX, dW, None, None, None, None
-
-
-def _last(offsets: Tensor) -> int:
-    return int(offsets[-1])
 
 
 def _experts(offsets: Tensor) -> list[tuple[int, slice]]:
@@ -130,6 +128,12 @@ def _experts(offsets: Tensor) -> list[tuple[int, slice]]:
 def _grouped_weights(
     parameter: Parameter, view: View, offsets: Tensor, X: Tensor, dY: Tensor
 ) -> None:
+    if view.stride[-1] == 1:
+        whole = add_experts(parameter, view, X, dY, offsets)
+    else:  # the parameter lies (expert, out, in)
+        whole = add_experts(parameter, view.transposed(), dY, X, offsets)
+    if whole:
+        return
     for expert, at in _experts(offsets):
         own = View(view.size[1:], view.stride[1:], view.offset + expert * view.stride[0])
         _product_weights(parameter, own, X[at], dY[at])
