@@ -70,7 +70,7 @@ def _conv_rule(module: Any) -> Rule | str:
 
 def _norm_rule(module: nn.Module, norms: bool) -> Rule | str:
     if not norms:
-        return "a norm, in I by choice: its sums cost little, to hold x and dY for them much"
+        return "a norm: in I by choice"
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 1:
         return f"no rule for {type(module).__name__}: its weight is not one row"
