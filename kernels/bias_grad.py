@@ -19,7 +19,7 @@ ROWS = 64  # a block of them: 16 KB of fp32 in flight a stage; not yet run
 MOST_PARTS = 16  # with 4096 features 1024 programs, 8 an SM of H100 (bench/roofline.py)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "first", "slots", "chunk", "count_parts"])
 def bias_grad_kernel(
     dY, parts, rows, outs, first, slots, stride_ys, stride_y, chunk, count_parts,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTS: tl.constexpr,
@@ -40,7 +40,7 @@ def bias_grad_kernel(
     tl.store(parts + (step * count_parts + part) * outs + o, acc, mask=o < outs)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "count_parts"])
 def parts_sum_kernel(
     parts, total, outs, count, count_parts, BLOCK_PARTS: tl.constexpr, BLOCK_OUTS: tl.constexpr
 ):

@@ -40,7 +40,6 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Bytes of shared memory a block may ask for: CUDA C++ Programming Guide, Compute Capabilities.
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 TENSOR_CORE = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}  # of 16-bit operands
-NORM_FEATURES = 4096  # the row that the norm kernels are compiled for
 # Launchers may pass these as 1 or 0, or as no multiple of 16: not specialised.
 ODD = ("rows", "first", "count", "slots", "padding", "offset", "chunk", "count_parts")
 FP32 = ("dW", "mean", "rstd", "parts", "parts_w", "parts_b", "total")
@@ -143,7 +142,7 @@ def _descriptors(name: str, dtype: str, config: tables.Config) -> dict[str, str]
 
 
 def _sums(architecture: int, dtype: str) -> Iterator[Case]:
-    block = NORM_FEATURES
+    block = norm_dgrad.LONGEST
     columns = {"BLOCK_ROWS": norm_wgrad.ROWS, "BLOCK": bias_grad.COLUMNS}
     both = {"CENTRED": True, "BIAS": True}
     for kernel, constants, warps, stages in (

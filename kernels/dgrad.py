@@ -13,7 +13,7 @@ from .target import architecture, can_use_descriptors, interpreting, upcasts
 from .tiles import operand, tile_of
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def dgrad_kernel(
     dY, W, dX, rows, outs, ins, stride_y, stride_wo, stride_wi, stride_x,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTS: tl.constexpr, BLOCK_INS: tl.constexpr,
@@ -39,7 +39,7 @@ def dgrad_kernel(
     tl.store(to, acc.to(dX.dtype.element_ty), mask=(r[:, None] < rows) & (i[None, :] < ins))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def dgrad_tma_kernel(
     dY, W, dX, rows, outs, ins,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTS: tl.constexpr, BLOCK_INS: tl.constexpr,

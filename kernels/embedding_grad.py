@@ -16,7 +16,7 @@ from .arguments import check_embedding
 COLUMNS = 512  # features a program: 4 warps read 4 values a thread; not yet run
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "padding"])
 def embedding_grad_kernel(
     tokens, order, dY, dW, count, width, padding, stride_y, stride_w, BLOCK: tl.constexpr
 ):

@@ -16,7 +16,7 @@ from zbpipe.errors import ConfigError
 
 from .arguments import check_matrix, check_norm, check_same_dtype
 
-LONGEST = 65536  # features: a row is one block, 64 Ki fp32 values are 128 registers at 16 warps
+LONGEST = 16384  # features: a row is one block; twice as many spill (COMPILED.md)
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def norm_dgrad(
     """dX (rows, n) in X's dtype, computed in fp32.
 
     dY and X (rows, n) have one dtype and a contiguous last dimension, weight is (n,); rstd and mean
-    (rows,) are fp32. With `mean` it is layer norm, without RMS norm. n is at most 65536.
+    (rows,) are fp32. With `mean` it is layer norm, without RMS norm. n is at most 16384.
     Raises ConfigError naming the argument that does not fit.
     """
     rows, n = check_norm(dY, X, rstd, mean)

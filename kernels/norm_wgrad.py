@@ -16,7 +16,7 @@ from .bias_grad import COLUMNS, add_parts, parts_of
 ROWS = 32  # a block: two operands and two sums are in registers; not yet run
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "chunk"])
 def norm_wgrad_kernel(
     dY, X, mean, rstd, parts_w, parts_b, rows, n, stride_y, stride_x, chunk,
     CENTRED: tl.constexpr, BIAS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,

@@ -17,7 +17,7 @@ from .target import architecture, can_use_descriptors, interpreting, upcasts
 from .tiles import operand, tile_of
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "first", "count", "slots"])
 def wgrad_kernel(
     dY, X, dW, rows, outs, ins, first, count, slots,
     stride_ys, stride_y, stride_xs, stride_x, stride_w,
@@ -50,7 +50,7 @@ def wgrad_kernel(
     tl.store(to, acc, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "first", "count", "slots"])
 def wgrad_tma_kernel(
     dY, X, dW, rows, outs, ins, first, count, slots, stride_w,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTS: tl.constexpr, BLOCK_INS: tl.constexpr,

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from zbpipe.model.rules import accumulate
 from zbpipe.model.rules.products import Products
-from zbpipe.model.split import Deferred, wide_gradients
+from zbpipe.model.split import Deferred, Splitter, wide_gradients
 
 dispatch = pytest.importorskip(
     "zbpipe.kernels.dispatch", reason="zbpipe is not installed, only on the path"
@@ -67,6 +67,21 @@ def test_the_kernels_add_what_torch_adds(as_on_a_gpu, monkeypatch, fused, main) 
     for g, w in zip(got, grads(plain), strict=True):
         assert g.dtype == w.dtype == torch.float32
         torch.testing.assert_close(g, w, rtol=1e-5, atol=1e-5)
+
+
+def test_autocast_sums_in_the_gradient(as_on_a_gpu) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 12)
+    x, dY = torch.randn(3, 4, 8), torch.randn(3, 4, 12).bfloat16()
+    entry = Deferred()
+    with Splitter(layer).active(entry), torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    y.backward(dY)
+    entry.run()
+    assert sorted(as_on_a_gpu) == ["bias_grad_", "wgrad_"]
+    rows = dY.flatten(0, 1).double()
+    want = rows.t() @ x.bfloat16().flatten(0, 1).double()
+    assert float((layer.weight.grad - want).abs().max() / want.abs().max()) < 1e-6
 
 
 def test_gradients_of_16_bits_stay_with_torch(as_on_a_gpu) -> None:

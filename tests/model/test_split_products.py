@@ -182,3 +182,19 @@ def test_a_grouped_product_skips_rows_without_an_expert(transposed) -> None:
         dX_want[a:b] = dYs[0][a:b] @ (w.t() if transposed else w)
     torch.testing.assert_close(dW, want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(dX, dX_want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_parameter_that_hooks_give_back_in_another_layout() -> None:
+    stage = Uses()
+    stage.stacked = Parameter(double(6, 3, 4).permute(1, 2, 0))
+    assert not stage.stacked.is_contiguous()
+    x, dY = double(6, 4).requires_grad_(), double(6, 4, seed=1)
+    (want,) = torch.autograd.grad(stage(x), x, dY)
+    entry = Deferred()
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t.contiguous())
+    with hooks, Products(stage.parameters(), entry):
+        y = stage(x)
+    y.backward(dY)
+    entry.run()
+    torch.testing.assert_close(x.grad, want, rtol=1e-12, atol=1e-12)
+    assert stage.stacked.grad.stride() == stage.stacked.stride()

@@ -63,9 +63,12 @@ def sum_dtype(parameter: Parameter, operand: Tensor) -> torch.dtype:
     """
     if parameter.dtype != operand.dtype:
         return operand.dtype  # autocast
+    return torch.promote_types(_wanted_dtype(parameter) or operand.dtype, operand.dtype)
+
+
+def _wanted_dtype(parameter: Parameter) -> torch.dtype | None:
     main: Tensor | None = getattr(parameter, "main_grad", None)
-    wanted = gradient_dtype(parameter) if main is None else main.dtype
-    return torch.promote_types(wanted or operand.dtype, operand.dtype)
+    return gradient_dtype(parameter) if main is None else main.dtype
 
 
 def assign(parameter: Parameter, fresh: Tensor) -> None:
@@ -172,10 +175,11 @@ def _for_kernel(parameter: Parameter, operand: Tensor) -> Tensor | None:
     """The fp32 gradient that a kernel of ours adds 16-bit operands to; None if torch does it.
 
     torch has no operator for this: it would make the sum in 16 bits, or copies of the operands.
+    Under autocast too, where autograd rounds each microbatch's part to 16 bits before it is added.
     """
     if not _on_gpu(operand) or operand.dtype not in _LOW:
         return None
-    if sum_dtype(parameter, operand) != torch.float32 or not parameter.is_contiguous():
+    if _wanted_dtype(parameter) != torch.float32 or not parameter.is_contiguous():
         return None
     grad = zeros_or(parameter)
     return grad if grad.is_contiguous() else None

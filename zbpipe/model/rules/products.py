@@ -53,7 +53,7 @@ class Product(torch.autograd.Function):
         with autocast_off(dY.device.type):
             dY = rows(dY)
             if parameter is not None:
-                M = cast(ctx.view.on(parameter), ctx.dtype)
+                M = cast(ctx.view.on(_laid_out(parameter, ctx.parameter)), ctx.dtype)
                 dX = input_grad(dY, M.t()).view(ctx.shape)
             wanted = due(ctx, 1, 2)
             if wanted is None and X is not None:
@@ -63,6 +63,13 @@ class Product(torch.autograd.Function):
                 rule = partial(_product_weights, ctx.parameter, ctx.view)
                 ctx.entry.add(Record(rule, (ctx.parameter,), X.detach(), dY))
         return dX, dW, None, None, None
+
+
+def _laid_out(unpacked: Tensor, parameter: Parameter) -> Tensor:
+    """The parameter's values as its views lie: saved_tensors_hooks may give back another layout."""
+    if unpacked.stride() == parameter.stride():
+        return unpacked
+    return torch.empty_like(parameter).copy_(unpacked)
 
 
 def _product_weights(parameter: Parameter, view: View, X: Tensor, dY: Tensor) -> None:
@@ -102,7 +109,8 @@ class Grouped(torch.autograd.Function):
         dX = dW = None
         with autocast_off(dY.device.type):
             if parameter is not None:
-                dX = ctx.product(dY, ctx.view.on(parameter).transpose(-2, -1), offs=offsets)
+                M = ctx.view.on(_laid_out(parameter, ctx.parameter))
+                dX = ctx.product(dY, M.transpose(-2, -1), offs=offsets)
                 # Not by a slice: on a GPU the host would wait for the last offset.
                 late = torch.arange(len(dX), device=dX.device) >= offsets[-1]
                 dX.masked_fill_(late[:, None], 0)
