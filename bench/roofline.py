@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from zbpipe.kernels import tables
 from zbpipe.kernels.recorded import recorded
 

@@ -113,8 +113,7 @@ def _products(architecture: int, dtype: str) -> Iterator[Case]:
                 continue
             constants = {k: v for k, v in config.meta().items() if not k.startswith("num_")}
             constants["UPCAST"] = False
-            if not tma:
-                constants["PRECISION"] = "ieee"
+            constants["PRECISION"] = "ieee"
             types = _descriptors(name, dtype, config) if tma else {}
             if name == "dgrad" and not tma:
                 constants["stride_wi"] = 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -43,7 +45,7 @@ def dgrad_kernel(
 def dgrad_tma_kernel(
     dY, W, dX, rows, outs, ins,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTS: tl.constexpr, BLOCK_INS: tl.constexpr,
-    GROUP: tl.constexpr, UPCAST: tl.constexpr,
+    GROUP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """The same through tensor descriptors made on the host; edges are the hardware's."""
     tile_r, tile_i = tile_of(
@@ -54,7 +56,7 @@ def dgrad_tma_kernel(
     for at in range(0, outs, BLOCK_OUTS):
         y = dY.load([r, at])
         w = W.load([at, i])
-        acc = tl.dot(operand(y, UPCAST), operand(w, UPCAST), acc)
+        acc = tl.dot(operand(y, UPCAST), operand(w, UPCAST), acc, input_precision=PRECISION)
     dX.store([r, i], acc.to(dX.dtype))
 
 
@@ -84,24 +86,26 @@ def dgrad(
         config = tables.choose("dgrad", architecture(dY.device), dY.dtype, shape, able)
         config = tables.INTERPRETED if interpreting() else config
     grid = (triton.cdiv(rows, config.rows) * triton.cdiv(ins, config.ins),)
+    meta = config.meta() | {"PRECISION": "tf32" if tf32 else "ieee", "UPCAST": upcasts(dY)}
     if config.tma and able:
-        _launch_tma(grid, dY, W, dX, config)
+        _launch_tma(grid, dY, W, dX, meta)
         return dX
     dgrad_kernel[grid](
         dY, W, dX, rows, outs, ins, dY.stride(0), W.stride(0), W.stride(1), dX.stride(0),
-        PRECISION="tf32" if tf32 else "ieee", UPCAST=upcasts(dY), **config.meta(),
+        **meta,
     )  # fmt: skip
     return dX
 
 
-def _launch_tma(grid: tuple[int], dY: Tensor, W: Tensor, dX: Tensor, config: tables.Config) -> None:
+def _launch_tma(grid: tuple[int], dY: Tensor, W: Tensor, dX: Tensor, meta: dict[str, Any]) -> None:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
+    rows, outs, ins = meta["BLOCK_ROWS"], meta["BLOCK_OUTS"], meta["BLOCK_INS"]
     dgrad_tma_kernel[grid](
-        TensorDescriptor.from_tensor(dY, [config.rows, config.outs]),
-        TensorDescriptor.from_tensor(W, [config.outs, config.ins]),
-        TensorDescriptor.from_tensor(dX, [config.rows, config.ins]),
-        *dY.shape, W.shape[1], UPCAST=upcasts(dY), **config.meta(),
+        TensorDescriptor.from_tensor(dY, [rows, outs]),
+        TensorDescriptor.from_tensor(W, [outs, ins]),
+        TensorDescriptor.from_tensor(dX, [rows, ins]),
+        *dY.shape, W.shape[1], **meta,
     )  # fmt: skip
 
 

@@ -36,7 +36,7 @@ class Config:
     triton: bool = True
     group: int = 8
 
-    def meta(self) -> dict[str, int]:
+    def meta(self) -> dict[str, Any]:
         """As the matrix kernels take it."""
         return {
             "BLOCK_ROWS": self.rows,

@@ -54,7 +54,7 @@ def wgrad_kernel(
 def wgrad_tma_kernel(
     dY, X, dW, rows, outs, ins, first, count, slots, stride_w,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTS: tl.constexpr, BLOCK_INS: tl.constexpr,
-    GROUP: tl.constexpr, UPCAST: tl.constexpr,
+    GROUP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """The same with the stash read through (slots, rows, n) descriptors, made on the host.
 
@@ -75,7 +75,8 @@ def wgrad_tma_kernel(
         r = (step % blocks) * BLOCK_ROWS
         y = dY.load([slot, r, tile_o * BLOCK_OUTS]).reshape(BLOCK_ROWS, BLOCK_OUTS)
         x = X.load([slot, r, tile_i * BLOCK_INS]).reshape(BLOCK_ROWS, BLOCK_INS)
-        acc = tl.dot(tl.trans(operand(y, UPCAST)), operand(x, UPCAST), acc)
+        y, x = operand(y, UPCAST), operand(x, UPCAST)
+        acc = tl.dot(tl.trans(y), x, acc, input_precision=PRECISION)
     tl.store(to, acc, mask=inside)
 
 
@@ -109,18 +110,19 @@ def wgrad(
         config = tables.INTERPRETED if interpreting() else config
     grid = (triton.cdiv(outs, config.outs) * triton.cdiv(ins, config.ins),)
     ring = (rows, outs, ins, first, count, slots)
+    meta = config.meta() | {"PRECISION": "tf32" if tf32 else "ieee", "UPCAST": upcasts(dY)}
     if config.tma and able:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         wgrad_tma_kernel[grid](
             TensorDescriptor.from_tensor(dY, [1, config.rows, config.outs]),
             TensorDescriptor.from_tensor(X, [1, config.rows, config.ins]),
-            dW, *ring, dW.stride(0), UPCAST=upcasts(dY), **config.meta(),
+            dW, *ring, dW.stride(0), **meta,
         )  # fmt: skip
         return dW
     wgrad_kernel[grid](
         dY, X, dW, *ring, dY.stride(0), dY.stride(1), X.stride(0), X.stride(1), dW.stride(0),
-        PRECISION="tf32" if tf32 else "ieee", UPCAST=upcasts(dY), **config.meta(),
+        **meta,
     )  # fmt: skip
     return dW
 

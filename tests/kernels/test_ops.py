@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from zbpipe.kernels import ops
 
 from zbpipe.errors import ConfigError
+from zbpipe.kernels import ops
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ROUNDING = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}

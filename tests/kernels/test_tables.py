@@ -6,9 +6,9 @@ import json
 
 import pytest
 import torch
-from zbpipe.kernels import tables, target
 
 from zbpipe.errors import ConfigError
+from zbpipe.kernels import tables, target
 
 SHAPE = (2048, 4096, 11008)
 

@@ -1,4 +1,4 @@
-"""The Triton kernels in Triton's interpreter; test_interpreter.py runs this file.
+"""The Triton kernels, in Triton's interpreter or on a GPU; test_kernels.py runs this file.
 
 Errors are relative to the largest value of the fp64 reference. Tolerances: fp32 sums of these sizes
 were off by 3e-7 at most; a 16-bit result is rounded once, by 2⁻⁹ or 2⁻¹².
@@ -13,6 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+
+from zbpipe.errors import ConfigError
 from zbpipe.kernels import (
     bias_grad,
     dgrad,
@@ -27,9 +29,8 @@ from zbpipe.kernels import (
     wgrad,
 )
 
-from zbpipe.errors import ConfigError
-
-assert target.interpreting(), "set TRITON_INTERPRET=1 before anything imports triton"
+HERE = target.architecture(torch.device("cpu" if target.interpreting() else "cuda", 0))
+DEVICE = "cpu" if target.interpreting() else "cuda"
 
 # (dtype, atol, rtol) of a result in that dtype; sums into fp32 are held to SUM whatever they add.
 TOLERANCES = [
@@ -47,7 +48,7 @@ POINTERS = tables.INTERPRETED
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(shape, generator=generator).to(dtype)
+    return torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
 
 
 def assert_close(got: Tensor, want: Tensor, atol: float, rtol: float) -> None:
@@ -69,7 +70,7 @@ def assert_close(got: Tensor, want: Tensor, atol: float, rtol: float) -> None:
 def test_dgrad(shape, dtype, atol, rtol) -> None:
     rows, outs, ins = shape
     dY, W = draw(rows, outs, dtype=dtype), draw(outs, ins, dtype=dtype)
-    poisoned = torch.full((rows, ins), torch.nan, dtype=dtype)
+    poisoned = torch.full((rows, ins), torch.nan, dtype=dtype, device=DEVICE)
     assert dgrad.dgrad(dY, W, out=poisoned) is poisoned
     assert_close(poisoned, dgrad.reference(dY, W), atol, rtol)
 
@@ -77,7 +78,7 @@ def test_dgrad(shape, dtype, atol, rtol) -> None:
 @pytest.mark.parametrize(("dtype", "atol", "rtol"), TOLERANCES)
 def test_dgrad_through_descriptors(dtype, atol, rtol) -> None:
     dY, W = draw(41, 48, dtype=dtype), draw(48, 72, dtype=dtype)
-    poisoned = torch.full((41, 72), torch.nan, dtype=dtype)
+    poisoned = torch.full((41, 72), torch.nan, dtype=dtype, device=DEVICE)
     dgrad.dgrad(dY, W, out=poisoned, config=TMA)
     assert_close(poisoned, dgrad.reference(dY, W), atol, rtol)
     # What descriptors cannot address takes the pointer kernel: the same bits.
@@ -87,7 +88,7 @@ def test_dgrad_through_descriptors(dtype, atol, rtol) -> None:
 def test_dgrad_with_strides() -> None:
     dY, W = draw(9, 40)[:, 3:20], draw(23, 17).t()
     assert not target.can_use_descriptors(dY)
-    out = torch.full((9, 64), torch.nan)
+    out = torch.full((9, 64), torch.nan, device=DEVICE)
     dgrad.dgrad(dY, W, out=out[:, 7:30], config=TMA)
     assert_close(out[:, 7:30], dgrad.reference(dY, W), 1e-6, 1e-6)
     assert torch.isnan(out[:, :7]).all() and torch.isnan(out[:, 30:]).all()
@@ -146,7 +147,7 @@ def test_descriptors_and_pointers_give_the_same_bits() -> None:
 
 def test_wgrad_with_strides() -> None:
     dY, X = draw(3, 9, 40)[:, :, 3:20], draw(9, 3, 64).transpose(0, 1)[:, :, 5:]
-    into = torch.full((17, 80), torch.nan)
+    into = torch.full((17, 80), torch.nan, device=DEVICE)
     into[:, 2:61] = draw(17, 59)
     want = wgrad.reference(into[:, 2:61], dY, X, 2, 2)
     wgrad.wgrad(into[:, 2:61], dY, X, 2, 2, config=TMA)
@@ -177,12 +178,13 @@ def test_experts_have_the_bits_of_wgrad_for_each(counts, spare, sizes, dtype) ->
     rows = sum(counts) + spare
     dY, X = draw(rows, outs, dtype=dtype), draw(rows, ins, dtype=dtype, seed=1)
     dY[rows - spare :], X[rows - spare :] = torch.nan, torch.nan
-    offsets = torch.tensor(counts).cumsum(0).int()
+    offsets = torch.tensor(counts).cumsum(0).int().to(DEVICE)
     together, apart = draw(len(counts), outs, ins), draw(len(counts), outs, ins)
     want = expert_wgrad.reference(together, dY, X, offsets)
-    expert_wgrad.expert_wgrad(together, dY, X, offsets)
+    expert_wgrad.expert_wgrad(together, dY, X, offsets, config=POINTERS)
     for expert, end in enumerate(offsets.tolist()):
-        wgrad.wgrad(apart[expert], dY[end - counts[expert] : end], X[end - counts[expert] : end])
+        own = slice(end - counts[expert], end)
+        wgrad.wgrad(apart[expert], dY[own], X[own], config=POINTERS)
     assert torch.equal(together, apart)
     assert_close(together, want, *SUM)
 
@@ -216,7 +218,7 @@ def norm_of(rows: int, n: int, dtype: torch.dtype, centred: bool) -> tuple[Tenso
 def test_norm_dgrad(centred, rows, n, dtype, atol, rtol) -> None:
     dY, X, rstd, mean = norm_of(rows, n, dtype, centred)
     weight = draw(n, dtype=dtype)
-    poisoned = torch.full((rows, n), torch.nan, dtype=dtype)
+    poisoned = torch.full((rows, n), torch.nan, dtype=dtype, device=DEVICE)
     norm_dgrad.norm_dgrad(dY, X, weight, rstd, mean, 1.0, out=poisoned)
     assert_close(poisoned, norm_dgrad.reference(dY, X, weight, rstd, mean, 1.0), atol, rtol)
 
@@ -240,6 +242,7 @@ def test_norm_wgrad(centred, rows, n, dtype, bias) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_embedding_grad(padding_idx, tokens, width, dtype) -> None:
     indices = torch.randint(7, (tokens,), generator=torch.Generator().manual_seed(tokens))
+    indices = indices.to(DEVICE)
     dY, dW = draw(tokens, width, dtype=dtype), draw(9, width)
     again, want = dW.clone(), embedding_grad.reference(dW, dY, indices, padding_idx)
     embedding_grad.embedding_grad(dW, dY, indices, padding_idx)
@@ -266,7 +269,7 @@ def test_dispatch_runs_the_kernels_as_torch_would(dtype, monkeypatch) -> None:
             return plain(*args, **kwargs)
 
         monkeypatch.setattr(module, name, counted)
-    measured = {"kernel": "dgrad", "architecture": 80, "rows": 9, "outs": 16, "ins": 32}
+    measured = {"kernel": "dgrad", "architecture": HERE, "rows": 9, "outs": 16, "ins": 32}
     measured |= {"dtype": str(dtype).split(".")[1], "config": dataclasses.asdict(POINTERS)}
     both = [measured, measured | {"kernel": "wgrad"}]
     monkeypatch.setattr(tables, "measured", lambda: tuple(both))
@@ -282,6 +285,10 @@ def test_dispatch_runs_the_kernels_as_torch_would(dtype, monkeypatch) -> None:
         torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
 
 
+OFFSETS = torch.tensor([2, 2, 8], dtype=torch.int32)
+INDICES = torch.tensor([1, 6, 1, 0, 2, 3, 3, 5, 4])
+
+
 def everything(dtype: torch.dtype) -> list[Tensor]:
     """A result of each function of dispatch.py, with a ring where it takes one."""
     dY, X, W = draw(3, 9, 16, dtype=dtype), draw(3, 9, 32, dtype=dtype), draw(16, 32, dtype=dtype)
@@ -289,10 +296,10 @@ def everything(dtype: torch.dtype) -> list[Tensor]:
     rstd, mean = draw(9).abs(), draw(9, seed=1)
     experts = draw(3, 16, 32)
     dispatch.wgrad_(dW, dY, X, 1, 2)
-    dispatch.expert_wgrad_(experts, dY[0], X[0], torch.tensor([2, 2, 8]).int())
+    dispatch.expert_wgrad_(experts, dY[0], X[0], OFFSETS.to(DEVICE))
     dispatch.bias_grad_(db, dY, 2, 3)
     dispatch.norm_wgrad_(dn, dm, X[0], X[1], rstd, mean)
-    dispatch.embedding_grad_(table, dY[0], torch.tensor([1, 6, 1, 0, 2, 3, 3, 5, 4]), 5)
+    dispatch.embedding_grad_(table, dY[0], INDICES.to(DEVICE), 5)
     dX = dispatch.norm_dgrad(X[0], X[1], W[0], rstd, mean, 1.0)
     return [dispatch.dgrad(dY[0], W), experts, dW, db, dn, dm, table, dX]
 
@@ -310,7 +317,7 @@ def test_tune_enters_the_fastest_of_right_candidates(kernel, winner) -> None:
         timed.append(call)
         return 1.0 if len(timed) - 1 == winner else 2.0
 
-    entry = tune.measure(kernel, (40, 48, 64), torch.bfloat16, "cpu", seconds_of)
+    entry = tune.measure(kernel, (40, 48, 64), torch.bfloat16, DEVICE, seconds_of)
     assert entry["seconds"] == 1.0 and entry["cublas_seconds"] == (2.0 if winner else 1.0)
     assert entry["config"]["triton"] == (winner > 0)
     assert (entry["rows"], entry["outs"], entry["ins"]) == (40, 48, 64)
@@ -320,7 +327,7 @@ def test_tune_enters_the_fastest_of_right_candidates(kernel, winner) -> None:
 def test_tune_refuses_a_wrong_candidate(monkeypatch) -> None:
     monkeypatch.setattr(dgrad, "dgrad", lambda dY, W, config: dY @ W + 1)
     with pytest.raises(RuntimeError, match="differs from cuBLAS"):
-        tune.measure("dgrad", (40, 48, 64), torch.float32, "cpu", lambda call: 1.0)
+        tune.measure("dgrad", (40, 48, 64), torch.float32, DEVICE, lambda call: 1.0)
 
 
 # --- misuse -----------------------------------------------------------------------------------
