@@ -101,19 +101,12 @@ def _by_trial(module: nn.Module) -> Rule | str:
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 2:
         return none
-    twin = copy.copy(module)
-    twin.__dict__["_parameters"] = {
-        n: None if p is None else Parameter(torch.empty_like(p, device="meta"))
-        for n, p in module._parameters.items()
-    }
-    twin.__dict__["_buffers"] = {
-        n: None if b is None else b.to("meta") for n, b in module._buffers.items()
-    }
-    if isinstance(module, nn.Embedding):
-        x = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-    else:
-        x = torch.empty(1, 2, weight.shape[1], dtype=weight.dtype, device="meta")
     try:
+        twin = _on_meta(module)
+        if isinstance(module, nn.Embedding):
+            x = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+        else:
+            x = torch.empty(1, 2, weight.shape[1], dtype=weight.dtype, device="meta")
         with torch.enable_grad():
             outputs = list(_tensors(products(twin, Deferred(), x)))
     except Exception as error:
@@ -123,6 +116,19 @@ def _by_trial(module: nn.Module) -> Rule | str:
     if not wanted or own & used_directly(wanted):
         return f"{none}: its forward uses its parameters in another way than a product"
     return Rule(products, own=True)
+
+
+def _on_meta(module: nn.Module) -> nn.Module:
+    """A shallow copy whose own parameters and buffers are on the meta device."""
+    twin = copy.copy(module)
+    twin.__dict__["_parameters"] = {
+        n: None if p is None else Parameter(torch.empty_like(p, device="meta"))
+        for n, p in module._parameters.items()
+    }
+    twin.__dict__["_buffers"] = {
+        n: None if b is None else b.to("meta") for n, b in module._buffers.items()
+    }
+    return twin
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
