@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -201,6 +203,11 @@ def compile_case(case: Case) -> Report:
     return Report(registers, spilled, int(made.metadata.shared), there)
 
 
+def _compile_nth(index: int) -> Report:
+    """A kernel cannot be sent to another process, its place among the cases can."""
+    return compile_case(list(cases())[index])
+
+
 def _resources(cubin: bytes) -> tuple[int, int]:
     """(registers, bytes of stack and local memory) a thread, from Triton's own cuobjdump."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -231,8 +238,11 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write what was found here")
     args = parser.parse_args()
     reports, complaints = {}, {}
-    for case in cases():
-        report = reports[case.name] = compile_case(case)
+    every = list(cases())
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        found_reports = list(pool.map(_compile_nth, range(len(every))))
+    for case, report in zip(every, found_reports, strict=True):
+        reports[case.name] = report
         wrong = complaints[case.name] = report.complaints(case)
         print(f"{case.name}: {report.registers} registers, {report.shared} bytes", *wrong)
     if args.json:

@@ -35,6 +35,13 @@ class View(NamedTuple):
         return View(tuple(size), tuple(stride), self.offset)
 
 
+def laid_out(unpacked: Tensor, parameter: Parameter) -> Tensor:
+    """The parameter's values as its views lie: saved_tensors_hooks may give back another layout."""
+    if unpacked.stride() == parameter.stride():
+        return unpacked
+    return torch.empty_like(parameter).copy_(unpacked)
+
+
 def gradient_dtype(parameter: Parameter) -> torch.dtype | None:
     """The dtype `.grad` must have; None means any (torch ≥ 2.9 lets users choose it)."""
     dtype: torch.dtype | None = getattr(parameter, "grad_dtype", parameter.dtype)

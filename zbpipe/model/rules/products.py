@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from .accumulate import View, add_experts, add_product_to, add_sum, input_grad
+from .accumulate import View, add_experts, add_product_to, add_sum, input_grad, laid_out
+from .batched import Batched
 from .deferred import Deferred, Record
 from .embedding import lookup
 from .engine import autocast_dtype, autocast_off, cast, due, is_ordinary, rows
@@ -53,7 +54,7 @@ class Product(torch.autograd.Function):
         with autocast_off(dY.device.type):
             dY = rows(dY)
             if parameter is not None:
-                M = cast(ctx.view.on(_laid_out(parameter, ctx.parameter)), ctx.dtype)
+                M = cast(ctx.view.on(laid_out(parameter, ctx.parameter)), ctx.dtype)
                 dX = input_grad(dY, M.t()).view(ctx.shape)
             wanted = due(ctx, 1, 2)
             if wanted is None and X is not None:
@@ -63,13 +64,6 @@ class Product(torch.autograd.Function):
                 rule = partial(_product_weights, ctx.parameter, ctx.view)
                 ctx.entry.add(Record(rule, (ctx.parameter,), X.detach(), dY))
         return dX, dW, None, None, None
-
-
-def _laid_out(unpacked: Tensor, parameter: Parameter) -> Tensor:
-    """The parameter's values as its views lie: saved_tensors_hooks may give back another layout."""
-    if unpacked.stride() == parameter.stride():
-        return unpacked
-    return torch.empty_like(parameter).copy_(unpacked)
 
 
 def _product_weights(parameter: Parameter, view: View, X: Tensor, dY: Tensor) -> None:
@@ -109,7 +103,7 @@ class Grouped(torch.autograd.Function):
         dX = dW = None
         with autocast_off(dY.device.type):
             if parameter is not None:
-                M = ctx.view.on(_laid_out(parameter, ctx.parameter))
+                M = ctx.view.on(laid_out(parameter, ctx.parameter))
                 dX = ctx.product(dY, M.transpose(-2, -1), offs=offsets)
                 # Not by a slice: on a GPU the host would wait for the last offset.
                 late = torch.arange(len(dX), device=dX.device) >= offsets[-1]
@@ -221,6 +215,20 @@ def _times(mode: Products, x: Tensor, found: tuple[Parameter, View]) -> Tensor |
     return y
 
 
+def _batched(mode: Products, _: Any, x: Any, M: Any = None, **rest: Any) -> Tensor | None:
+    """x (E, rows, in) @ M (E, in, out)."""
+    found = None if rest else mode.view(M, 3)
+    if found is None or not is_ordinary(x) or x.dim() != 3 or len(x) != len(M):
+        return None
+    dtype = autocast_dtype(x.device.type)
+    if cast(x, dtype).dtype != cast(M, dtype).dtype:
+        return None
+    y: Tensor = Batched.apply(  # type: ignore[no-untyped-call]
+        cast(x, dtype), found[0], mode.entry, found[1], dtype
+    )
+    return y
+
+
 def _linear(
     mode: Products, _: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None, **rest: Any
 ) -> Tensor | None:
@@ -237,7 +245,7 @@ def _linear(
 def _matmul(mode: Products, _: Any, x: Any, M: Any = None, **rest: Any) -> Tensor | None:
     found = None if rest else mode.view(M, 2)
     if found is None or not isinstance(x, Tensor) or x.dim() == 0:
-        return None
+        return _batched(mode, _, x, M, **rest)
     return _times(mode, x, found)
 
 
@@ -300,6 +308,7 @@ def _known() -> dict[Any, Callable[..., Tensor | None]]:
     }
     table |= dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm), _matmul)
     table[Tensor.__matmul__] = _matmul
+    table |= dict.fromkeys((torch.bmm, Tensor.bmm), _batched)
     table |= dict.fromkeys((torch.add, Tensor.add, Tensor.__add__), _add)
     for home in (F, torch):
         for name in ("grouped_mm", "_grouped_mm"):
