@@ -1,4 +1,4 @@
-"""What does splitting the backward cost? A GPT block: plain backward against I + W.
+"""What does splitting the backward cost? One block: plain backward against I + W.
 
 Pairs in turn (A B A B …), one thread, so that drift of the machine falls on both. Both sides run
 the same microbatch and accumulate into `.grad` that is already there, as every microbatch but the
@@ -8,6 +8,7 @@ A third side defers the norms' weight gradients too; `norms` says what that does
 to the stash, which is why `Splitter` leaves norms in I unless asked.
 
     python bench/split_overhead.py --pairs 30 --json overhead.json
+    python bench/split_overhead.py --block experts-eager  # of transformers' Mixtral, 2 of 8 a token
 """
 
 from __future__ import annotations
@@ -28,7 +29,23 @@ from zbpipe.demo.gpt import Block, GPTConfig
 from zbpipe.model.split import Deferred, Splitter
 
 Times = dict[str, float]  # seconds
+BLOCKS = ("gpt", "experts-eager", "experts-grouped_mm")
 CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
+
+
+def make_block(args: argparse.Namespace) -> nn.Module:
+    """A block of the demo's GPT, or the experts of a Mixtral layer run one way or the other."""
+    if args.block == "gpt":
+        return Block(GPTConfig(hidden=args.hidden, heads=8, sequence=args.sequence))
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+    config = MixtralConfig(hidden_size=args.hidden, intermediate_size=2 * args.hidden)
+    config._experts_implementation = args.block.removeprefix("experts-")
+    block = MixtralSparseMoeBlock(config)
+    for parameter in block.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    return block
 
 
 def plain(block: nn.Module, x: Tensor, dY: Tensor, now: Callable[[], float]) -> Times:
@@ -71,8 +88,7 @@ def measure(args: argparse.Namespace) -> tuple[list[tuple[Times, Times, Times]],
     And the stash in bytes of the two split sides.
     """
     torch.manual_seed(0)
-    config = GPTConfig(hidden=args.hidden, heads=8, sequence=args.sequence)
-    block = Block(config)
+    block = make_block(args)
     sides = [(twin := copy.deepcopy(block), Splitter(twin, norms=on)) for on in (False, True)]
     shape = (args.batch, args.sequence, args.hidden)
     x, dY = torch.randn(shape), torch.randn(shape)
@@ -123,6 +139,7 @@ def summarise(pairs: list[tuple[Times, Times, Times]]) -> dict[str, object]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=20, help="pairs to measure (at least 10)")
+    parser.add_argument("--block", choices=BLOCKS, default="gpt")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--batch", type=int, default=4)
@@ -138,6 +155,7 @@ def main() -> int:
         **summarise(pairs),
         "norms": norms(pairs, stashes),
         "pairs": args.pairs,
+        "block": args.block,
         "clock": args.clock,
         "shape": {"hidden": args.hidden, "sequence": args.sequence, "batch": args.batch},
         "torch": torch.__version__,

@@ -26,6 +26,7 @@ SMALL = {
             "virtual_1mib_over_simulated",
         ],
     ),
+    "roofline": ([], ["grouping_saves_at_most"]),
     "schedule_quality": (["--quick"], []),
     "split_overhead": (
         ["--pairs", "10", "--hidden", "32", "--sequence", "8", "--batch", "1", "--bar", "1e9"],

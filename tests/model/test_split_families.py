@@ -60,6 +60,18 @@ def test_a_family_trains_as_ever(name, experts) -> None:
         assert b is None or torch.equal(b, iw), f"{name}: B and I + W differ"
 
 
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_experts_are_recorded_once(experts, reentrant) -> None:
+    model = families.build("mixtral").train()
+    model.config._experts_implementation = experts
+    plain, split = copy.deepcopy(model), copy.deepcopy(model)
+    split.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert losses(split, Splitter(split)) == losses(plain, None)
+    for (name, p), (_, iw) in zip(gradients(plain).items(), gradients(split).items(), strict=True):
+        assert_close(iw, p, TOLERANCE[torch.float32], name)
+
+
 @pytest.mark.parametrize(("name", "experts"), WAYS)
 def test_nearly_all_of_a_family_is_deferred(name, experts) -> None:
     model = families.build(name)

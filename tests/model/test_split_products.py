@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from splitting import assert_same_training
 from torch import Tensor, nn
 from torch.nn import Parameter
+from transformers import Llama4TextConfig
 from transformers.models.falcon.modeling_falcon import FalconLinear
+from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 
 from zbpipe.model.graph import used_directly
 from zbpipe.model.rules.products import Products
@@ -151,6 +153,48 @@ def test_every_use_gives_autograds_gradients() -> None:
         torch.testing.assert_close(a, w, rtol=1e-12, atol=1e-12)
 
 
+class Llama4Like(nn.Module):
+    """As transformers' Llama4TextExperts: every expert sees as many rows."""
+
+    def __init__(self, transposed: bool = False) -> None:
+        super().__init__()
+        first, second = double(3, 4, 10) / 3, double(3, 5, 4, seed=1) / 3
+        if transposed:
+            first, second = (w.transpose(1, 2).contiguous() for w in (first, second))
+        self.gate_up_proj, self.down_proj = Parameter(first), Parameter(second)
+        self.transposed = transposed
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.gate_up_proj, self.down_proj
+        if self.transposed:
+            first, second = first.transpose(1, 2), second.mT
+        gate, up = torch.bmm(x.view(3, -1, 4), first).chunk(2, dim=-1)
+        return ((up * gate.sigmoid()) @ second).view(-1, 4)
+
+
+@pytest.mark.parametrize("make", [Llama4Like, lambda: Llama4Like(transposed=True)])
+@pytest.mark.parametrize("frozen", [None, "gate_up_proj", "down_proj"])
+def test_experts_with_equal_rows(make, frozen) -> None:
+    stage = make()
+    assert Splitter(stage).report().deferred_share == 1
+    if frozen:
+        getattr(stage, frozen).requires_grad_(False)
+    xs = [double(6, 4, seed=i).requires_grad_(i > 0) for i in range(3)]
+    assert_same_training(stage, xs, [double(6, 4, seed=7 + i) for i in range(3)])
+    entry = Deferred()
+    with Splitter(stage).active(entry):
+        stage(double(6, 4)).sum().backward()
+    assert {id(p) for p in entry.parameters()} == {
+        id(p) for p in stage.parameters() if p.requires_grad
+    }
+
+
+def test_llama4_experts_are_deferred() -> None:
+    experts = Llama4TextExperts(Llama4TextConfig(hidden_size=4, intermediate_size=5))
+    report = Splitter(experts).report()
+    assert report.deferred_share == 1 and report.total_flops > 0
+
+
 class Experts(nn.Module):
     """Rows that are sorted by expert, through one product for all of them; fp32, as it is given."""
 
@@ -182,3 +226,19 @@ def test_a_grouped_product_skips_rows_without_an_expert(transposed) -> None:
         dX_want[a:b] = dYs[0][a:b] @ (w.t() if transposed else w)
     torch.testing.assert_close(dW, want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(dX, dX_want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_parameter_that_hooks_give_back_in_another_layout() -> None:
+    stage = Uses()
+    stage.stacked = Parameter(double(6, 3, 4).permute(1, 2, 0))
+    assert not stage.stacked.is_contiguous()
+    x, dY = double(6, 4).requires_grad_(), double(6, 4, seed=1)
+    (want,) = torch.autograd.grad(stage(x), x, dY)
+    entry = Deferred()
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t.contiguous())
+    with hooks, Products(stage.parameters(), entry):
+        y = stage(x)
+    y.backward(dY)
+    entry.run()
+    torch.testing.assert_close(x.grad, want, rtol=1e-12, atol=1e-12)
+    assert stage.stacked.grad.stride() == stage.stacked.stride()

@@ -78,6 +78,16 @@ class Splitter:
     not movable. A gradient that autograd itself makes for a deferred parameter (say by
     `F.linear(x, self.fc.weight)`) is added to the same `.grad`.
 
+    Linear, Conv1D, embeddings and convolutions have rules of their own. A module whose forward is
+    not known is watched while it runs, if all it does with its parameters are products, lookups and
+    added biases: subclasses of these, routers, and transformers' experts ("eager" and "grouped_mm";
+    each expert adds to its own slice of the gradient). Norms stay in I unless `norms` is set: to
+    hold x and dY for them costs a quarter more stash and makes I no shorter (rules/norm.py). What a
+    frozen parameter would get is never made or held.
+
+    W adds to `.main_grad` where a parameter has one, else to `.grad`; see `wide_gradients` for
+    low-precision weights.
+
     Example, one microbatch:
 
         entry = Deferred(fused=False)

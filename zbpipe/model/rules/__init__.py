@@ -4,6 +4,7 @@
 its rule; `choose.py` says which module has which rule.
 """
 
+from .batched import Batched
 from .conv import Conv
 from .deferred import Deferred, Record
 from .embedding import Embedding
@@ -14,4 +15,4 @@ from .products import Grouped, Product, Shift
 __all__ = ["SPLIT_FUNCTIONS", "Deferred", "Record"]
 
 # The autograd Functions that take a parameter and record its gradient instead of returning it.
-SPLIT_FUNCTIONS = (Linear, Embedding, Conv, Norm, Product, Grouped, Shift)
+SPLIT_FUNCTIONS = (Linear, Embedding, Conv, Norm, Product, Batched, Grouped, Shift)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+
+_LOW = (torch.bfloat16, torch.float16)
 
 
 class View(NamedTuple):
@@ -31,6 +33,13 @@ class View(NamedTuple):
         size, stride = list(self.size), list(self.stride)
         size[-2:], stride[-2:] = size[:-3:-1], stride[:-3:-1]
         return View(tuple(size), tuple(stride), self.offset)
+
+
+def laid_out(unpacked: Tensor, parameter: Parameter) -> Tensor:
+    """The parameter's values as its views lie: saved_tensors_hooks may give back another layout."""
+    if unpacked.stride() == parameter.stride():
+        return unpacked
+    return torch.empty_like(parameter).copy_(unpacked)
 
 
 def gradient_dtype(parameter: Parameter) -> torch.dtype | None:
@@ -61,9 +70,12 @@ def sum_dtype(parameter: Parameter, operand: Tensor) -> torch.dtype:
     """
     if parameter.dtype != operand.dtype:
         return operand.dtype  # autocast
+    return torch.promote_types(_wanted_dtype(parameter) or operand.dtype, operand.dtype)
+
+
+def _wanted_dtype(parameter: Parameter) -> torch.dtype | None:
     main: Tensor | None = getattr(parameter, "main_grad", None)
-    wanted = gradient_dtype(parameter) if main is None else main.dtype
-    return torch.promote_types(wanted or operand.dtype, operand.dtype)
+    return gradient_dtype(parameter) if main is None else main.dtype
 
 
 def assign(parameter: Parameter, fresh: Tensor) -> None:
@@ -95,11 +107,17 @@ def add(parameter: Parameter, fresh: Tensor) -> None:
 
 def add_sum(parameter: Parameter, dY: Tensor) -> None:
     """gradient += the column sums of dY (rows, n)."""
+    if (into := _for_kernel(parameter, dY)) is not None:
+        _kernels().bias_grad_(into, _last_contiguous(dY))
+        return
     add(parameter, dY.sum(0, dtype=sum_dtype(parameter, dY)))
 
 
 def add_product(parameter: Parameter, left: Tensor, right: Tensor) -> None:
     """gradient += left @ right, in one kernel where the dtypes allow it."""
+    if (into := _for_kernel(parameter, left)) is not None:
+        _kernels().wgrad_(into, _last_contiguous(left.t()), _last_contiguous(right))
+        return
     dtype = sum_dtype(parameter, left)
     left, right = left.to(dtype), right.to(dtype)
     grad = gradient(parameter)
@@ -127,3 +145,63 @@ def add_product_to(parameter: Parameter, view: View, left: Tensor, right: Tensor
         part.addmm_(left, right)
     else:
         part.add_(left.mm(right))
+
+
+def add_rows(parameter: Parameter, indices: Tensor, dY: Tensor, padding_idx: int) -> bool:
+    """gradient[i] += the rows of dY whose index is i; False where there is no kernel for it."""
+    into = _for_kernel(parameter, dY)
+    if into is None:
+        return False
+    _kernels().embedding_grad_(into, _last_contiguous(dY), indices, padding_idx)
+    return True
+
+
+def add_experts(
+    parameter: Parameter, view: View, left: Tensor, right: Tensor, offsets: Tensor
+) -> bool:
+    """gradient[e] += leftᵀ right over the rows of e; False where there is no kernel for it."""
+    if View.of(parameter, parameter) != view:
+        return False
+    into = _for_kernel(parameter, left)
+    if into is None:
+        return False
+    left, right = _last_contiguous(left), _last_contiguous(right)
+    _kernels().expert_wgrad_(into, left, right, offsets.int())
+    return True
+
+
+def input_grad(dY: Tensor, w: Tensor) -> Tensor:
+    """dX (rows, in) = dY (rows, out) @ w (out, in), by what the kernels' tables say on a GPU."""
+    if _on_gpu(dY) and dY.dtype == w.dtype and dY.dtype in _LOW and 1 in w.stride():
+        dX: Tensor = _kernels().dgrad(_last_contiguous(dY), w)
+        return dX
+    return dY.mm(w)
+
+
+def _for_kernel(parameter: Parameter, operand: Tensor) -> Tensor | None:
+    """The fp32 gradient that a kernel of ours adds 16-bit operands to; None if torch does it.
+
+    torch has no operator for this: it would make the sum in 16 bits, or copies of the operands.
+    Under autocast too, where autograd rounds each microbatch's part to 16 bits before it is added.
+    """
+    if not _on_gpu(operand) or operand.dtype not in _LOW:
+        return None
+    if _wanted_dtype(parameter) != torch.float32 or not parameter.is_contiguous():
+        return None
+    grad = zeros_or(parameter)
+    return grad if grad.is_contiguous() else None
+
+
+def _on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda
+
+
+def _kernels() -> Any:
+    """zbpipe.kernels' dispatch; only GPUs need it imported."""
+    from zbpipe.kernels import dispatch
+
+    return dispatch
+
+
+def _last_contiguous(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

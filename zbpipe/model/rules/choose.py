@@ -70,7 +70,7 @@ def _conv_rule(module: Any) -> Rule | str:
 
 def _norm_rule(module: nn.Module, norms: bool) -> Rule | str:
     if not norms:
-        return "a norm, in I by choice: its sums cost little, to hold x and dY for them much"
+        return "a norm: in I by choice"
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 1:
         return f"no rule for {type(module).__name__}: its weight is not one row"
@@ -83,10 +83,13 @@ _EXPERTS = (None, "eager", "grouped_mm")
 
 
 def _experts_rule(module: Any) -> Rule | str:
-    """Of modules that `transformers.integrations.use_experts_implementation` decorates."""
+    """Modules that `transformers.integrations.use_experts_implementation` decorates; else a trial.
+
+    The decorated ones ask a router's choice of their forward, which cannot be tried.
+    """
     marks = ("config", "num_experts", "has_gate", "has_bias", "is_transposed")
     if not all(hasattr(module, name) for name in marks):
-        return f"no rule for {type(module).__name__}"
+        return _by_trial(module)
     how = getattr(module.config, "_experts_implementation", None)
     if how not in _EXPERTS:
         return f"no rule for experts_implementation={how!r}; 'eager' and 'grouped_mm' have one"
@@ -96,11 +99,40 @@ def _experts_rule(module: Any) -> Rule | str:
 
 
 def _by_trial(module: nn.Module) -> Rule | str:
-    """The module's forward on two rows on the meta device: are all its parameters deferred?"""
-    none = f"no rule for {type(module).__name__}"
-    weight = module._parameters.get("weight")
-    if weight is None or weight.dim() != 2:
-        return none
+    """The module's forward on some rows on the meta device: are all its parameters deferred?"""
+    none = reason = f"no rule for {type(module).__name__}"
+    weights = [p for p in module._parameters.values() if p is not None and p.dim() in (2, 3)]
+    if not weights:
+        return reason
+    for x in _trials(module, weights[0]):
+        try:
+            twin = _on_meta(module)
+            with torch.enable_grad():
+                outputs = list(_tensors(products(twin, Deferred(), x)))
+        except Exception as error:
+            reason = f"{none}: its forward on a test row raised {type(error).__name__}"
+            continue
+        own = {p for p in twin._parameters.values() if p is not None}
+        wanted = [t for t in outputs if t.requires_grad]
+        if wanted and not own & used_directly(wanted):
+            return Rule(products, own=True)
+        return f"{none}: its forward uses its parameters in another way than a product"
+    return reason
+
+
+def _trials(module: nn.Module, weight: Parameter) -> Iterator[Tensor]:
+    """Inputs that the module may take: indices, rows, or rows of all experts, however they lie."""
+    if isinstance(module, nn.Embedding):
+        yield torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    elif weight.dim() == 2:
+        yield torch.empty(1, 2, weight.shape[1], dtype=weight.dtype, device="meta")
+    else:
+        for width in weight.shape[:0:-1]:
+            yield torch.empty(2 * len(weight), width, dtype=weight.dtype, device="meta")
+
+
+def _on_meta(module: nn.Module) -> nn.Module:
+    """A shallow copy whose own parameters and buffers are on the meta device."""
     twin = copy.copy(module)
     twin.__dict__["_parameters"] = {
         n: None if p is None else Parameter(torch.empty_like(p, device="meta"))
@@ -109,20 +141,7 @@ def _by_trial(module: nn.Module) -> Rule | str:
     twin.__dict__["_buffers"] = {
         n: None if b is None else b.to("meta") for n, b in module._buffers.items()
     }
-    if isinstance(module, nn.Embedding):
-        x = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-    else:
-        x = torch.empty(1, 2, weight.shape[1], dtype=weight.dtype, device="meta")
-    try:
-        with torch.enable_grad():
-            outputs = list(_tensors(products(twin, Deferred(), x)))
-    except Exception as error:
-        return f"{none}: its forward on a test row raised {type(error).__name__}"
-    own = {p for p in twin._parameters.values() if p is not None}
-    wanted = [t for t in outputs if t.requires_grad]
-    if not wanted or own & used_directly(wanted):
-        return f"{none}: its forward uses its parameters in another way than a product"
-    return Rule(products, own=True)
+    return twin
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

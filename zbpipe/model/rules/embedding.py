@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from .accumulate import add, zeros_or
+from .accumulate import add, add_rows, zeros_or
 from .deferred import Deferred, Record
 from .engine import due
 
@@ -44,6 +44,8 @@ class Embedding(torch.autograd.Function):
 
 def _weights(weight: Parameter, padding_idx: int, indices: Tensor, dY: Tensor) -> None:
     """dW[i] += the rows of dY whose index is i, except for `padding_idx` (-1: none)."""
+    if add_rows(weight, indices, dY, padding_idx):
+        return
     if weight.device.type != "cpu":
         # index_add_ is not deterministic on CUDA; the dense form is.
         add(weight, _dense(dY, indices, weight.shape[0], padding_idx))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from .accumulate import add_product, add_sum
+from .accumulate import add_product, add_sum, input_grad
 from .deferred import Deferred, Record
 from .engine import autocast_dtype, autocast_off, cast, due, rows
 
@@ -59,7 +59,7 @@ def _backward(ctx: Any, dY: Tensor) -> tuple[Tensor | None, ...]:
     dX = None
     if weight is not None:
         w = cast(weight, ctx.dtype)
-        dX = dY.mm(w.t() if ctx.transposed else w).view(ctx.shape)
+        dX = input_grad(dY, w.t() if ctx.transposed else w).view(ctx.shape)
     wanted = due(ctx, 1, 2 if ctx.bias is None else 3)
     if wanted is None:
         return dX, *_by_autograd(ctx, X, dY), None, None, None

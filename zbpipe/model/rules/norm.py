@@ -142,14 +142,14 @@ def form_of(module: nn.Module) -> Form | str:
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    twin = copy.copy(module)
     own = {name: Parameter(draw(n)) for name, p in module._parameters.items() if p is not None}
-    twin.__dict__["_parameters"] = dict.fromkeys(module._parameters) | own
     epsilons = [v for v in vars(module).values() if isinstance(v, float) and 0 < v < 0.1]
     # So small that a wrong eps shows.
     x = (draw(3, n) + 0.5).mul_(max(epsilons, default=1e-5) ** 0.5).requires_grad_()
     dY = draw(3, n)
     try:
+        twin = copy.copy(module)
+        twin.__dict__["_parameters"] = dict.fromkeys(module._parameters) | own
         with torch.enable_grad():
             y = type(module).forward(twin, x)
             found = (y, *torch.autograd.grad(y, (x, *own.values()), dY))

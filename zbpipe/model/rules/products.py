@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from .accumulate import View, add_product_to, add_sum
+from .accumulate import View, add_experts, add_product_to, add_sum, input_grad, laid_out
+from .batched import Batched
 from .deferred import Deferred, Record
 from .embedding import lookup
 from .engine import autocast_dtype, autocast_off, cast, due, is_ordinary, rows
@@ -53,8 +54,8 @@ class Product(torch.autograd.Function):
         with autocast_off(dY.device.type):
             dY = rows(dY)
             if parameter is not None:
-                M = cast(ctx.view.on(parameter), ctx.dtype)
-                dX = dY.mm(M.t()).view(ctx.shape)
+                M = cast(ctx.view.on(laid_out(parameter, ctx.parameter)), ctx.dtype)
+                dX = input_grad(dY, M.t()).view(ctx.shape)
             wanted = due(ctx, 1, 2)
             if wanted is None and X is not None:
                 dW = torch.zeros_like(ctx.parameter)
@@ -102,8 +103,11 @@ class Grouped(torch.autograd.Function):
         dX = dW = None
         with autocast_off(dY.device.type):
             if parameter is not None:
-                dX = ctx.product(dY, ctx.view.on(parameter).transpose(-2, -1), offs=offsets)
-                dX[_last(offsets) :] = 0
+                M = ctx.view.on(laid_out(parameter, ctx.parameter))
+                dX = ctx.product(dY, M.transpose(-2, -1), offs=offsets)
+                # Not by a slice: on a GPU the host would wait for the last offset.
+                late = torch.arange(len(dX), device=dX.device) >= offsets[-1]
+                dX.masked_fill_(late[:, None], 0)
             wanted = due(ctx, 1, 2)
             if wanted is None and X is not None:
                 dW = torch.zeros_like(ctx.parameter)
@@ -113,10 +117,6 @@ class Grouped(torch.autograd.Function):
                 rule = partial(_grouped_weights, ctx.parameter, ctx.view, offsets)
                 ctx.entry.add(Record(rule, (ctx.parameter,), X.detach(), dY, (offsets,)))
         return dX, dW, None, None, None, None
-
-
-def _last(offsets: Tensor) -> int:
-    return int(offsets[-1])
 
 
 def _experts(offsets: Tensor) -> list[tuple[int, slice]]:
@@ -130,6 +130,12 @@ def _experts(offsets: Tensor) -> list[tuple[int, slice]]:
 def _grouped_weights(
     parameter: Parameter, view: View, offsets: Tensor, X: Tensor, dY: Tensor
 ) -> None:
+    if view.stride[-1] == 1:
+        whole = add_experts(parameter, view, X, dY, offsets)
+    else:  # the parameter lies (expert, out, in)
+        whole = add_experts(parameter, view.transposed(), dY, X, offsets)
+    if whole:
+        return
     for expert, at in _experts(offsets):
         own = View(view.size[1:], view.stride[1:], view.offset + expert * view.stride[0])
         _product_weights(parameter, own, X[at], dY[at])
@@ -209,6 +215,20 @@ def _times(mode: Products, x: Tensor, found: tuple[Parameter, View]) -> Tensor |
     return y
 
 
+def _batched(mode: Products, _: Any, x: Any, M: Any = None, **rest: Any) -> Tensor | None:
+    """x (E, rows, in) @ M (E, in, out)."""
+    found = None if rest else mode.view(M, 3)
+    if found is None or not is_ordinary(x) or x.dim() != 3 or len(x) != len(M):
+        return None
+    dtype = autocast_dtype(x.device.type)
+    if cast(x, dtype).dtype != cast(M, dtype).dtype:
+        return None
+    y: Tensor = Batched.apply(  # type: ignore[no-untyped-call]
+        cast(x, dtype), found[0], mode.entry, found[1], dtype
+    )
+    return y
+
+
 def _linear(
     mode: Products, _: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None, **rest: Any
 ) -> Tensor | None:
@@ -225,7 +245,7 @@ def _linear(
 def _matmul(mode: Products, _: Any, x: Any, M: Any = None, **rest: Any) -> Tensor | None:
     found = None if rest else mode.view(M, 2)
     if found is None or not isinstance(x, Tensor) or x.dim() == 0:
-        return None
+        return _batched(mode, _, x, M, **rest)
     return _times(mode, x, found)
 
 
@@ -288,6 +308,7 @@ def _known() -> dict[Any, Callable[..., Tensor | None]]:
     }
     table |= dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm), _matmul)
     table[Tensor.__matmul__] = _matmul
+    table |= dict.fromkeys((torch.bmm, Tensor.bmm), _batched)
     table |= dict.fromkeys((torch.add, Tensor.add, Tensor.__add__), _add)
     for home in (F, torch):
         for name in ("grouped_mm", "_grouped_mm"):

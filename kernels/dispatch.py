@@ -1,0 +1,173 @@
+"""Triton, cuBLAS or torch: what computes each kernel's result on the device at hand.
+
+On CUDA the tables say whether Triton or cuBLAS runs a product; Triton, if it is installed, runs
+what torch has no one kernel for. On other devices torch's own operators do. A group of slots is
+then a loop in order: the same additions, hence the same bits, as a call for each. Names that end in
+`_` add to their first argument. `ops.py` makes torch operators of these; the split, whose I and W
+nobody traces, calls them as they are (an operator takes 21 µs more a call, on CPU).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import tables
+from .arguments import (
+    LOW,
+    as_ring,
+    check_dgrad,
+    check_embedding,
+    check_expert_wgrad,
+    check_gradient,
+    check_matrix,
+    check_norm,
+    check_ring,
+    check_wgrad,
+)
+from .target import architecture, can_use_descriptors, has_triton
+
+
+def _by_triton(tensor: Tensor) -> bool:
+    return tensor.is_cuda and has_triton()
+
+
+def dgrad(dY: Tensor, W: Tensor) -> Tensor:
+    """dX (rows, ins) = dY (rows, outs) @ W (outs, ins), in their dtype.
+
+    Raises ConfigError naming the argument that does not fit, as all of these do.
+    """
+    shape = check_dgrad(dY, W)
+    if _by_triton(dY):
+        able = can_use_descriptors(dY, W)
+        config = tables.choose("dgrad", architecture(dY.device), dY.dtype, shape, able)
+        if config.triton:
+            from . import dgrad as kernel
+
+            return kernel.dgrad(dY, W, config=config)
+    return dY.mm(W)
+
+
+def wgrad_(dW: Tensor, dY: Tensor, X: Tensor, first: int = 0, count: int | None = None) -> None:
+    """dW (outs, ins), fp32, += Σ dY[s]ᵀ X[s] over `count` slots s from `first`, modulo `slots`.
+
+    dY (slots, rows, outs), X (slots, rows, ins), or one slot without the first dimension.
+    """
+    dY, X = as_ring("dY", dY), as_ring("X", X)
+    count = len(dY) if count is None else count
+    shape = check_wgrad(dW, dY, X, first, count)
+    if _by_triton(dY):
+        able = can_use_descriptors(dY, X)
+        config = tables.choose("wgrad", architecture(dY.device), dY.dtype, shape, able)
+        if config.triton:
+            from . import wgrad as kernel
+
+            kernel.wgrad(dW, dY, X, first, count, config=config)
+            return
+    for step in range(count):
+        slot = (first + step) % len(dY)
+        add_product(dW, dY[slot], X[slot])
+
+
+def add_product(dW: Tensor, dY: Tensor, X: Tensor) -> None:
+    """dW += dYᵀ X of one microbatch, by torch."""
+    if dY.is_cuda and dY.dtype in LOW and hasattr(torch.ops.aten.mm, "dtype"):
+        # torch ≥ 2.8: cuBLAS sums in fp32 and writes fp32; adding is a second kernel. Not yet run.
+        dW.add_(torch.mm(dY.t(), X, out_dtype=torch.float32))
+        return
+    dW.addmm_(dY.to(dW.dtype).t(), X.to(dW.dtype))
+
+
+def wgrad(dY: Tensor, X: Tensor) -> Tensor:
+    """dW (outs, ins), fp32, of dY (rows, outs) and X (rows, ins)."""
+    dW = torch.zeros(dY.shape[-1], X.shape[-1], dtype=torch.float32, device=dY.device)
+    wgrad_(dW, dY, X)
+    return dW
+
+
+def expert_wgrad_(dW: Tensor, dY: Tensor, X: Tensor, offsets: Tensor) -> None:
+    """dW (experts, outs, ins), fp32, += of each expert dYᵀ X over its rows.
+
+    Rows are sorted by expert: offsets (experts,) int32 say where each one's end.
+    """
+    check_expert_wgrad(dW, dY, X, offsets)
+    if _by_triton(dY):
+        from . import expert_wgrad as kernel
+
+        kernel.expert_wgrad(dW, dY, X, offsets)
+        return
+    start = 0
+    for expert, end in enumerate(offsets.tolist()):
+        if start < end:
+            add_product(dW[expert], dY[start:end], X[start:end])
+        start = end
+
+
+def bias_grad_(db: Tensor, dY: Tensor, first: int = 0, count: int | None = None) -> None:
+    """db (outs,), fp32, += the column sums of `count` slots of dY from `first`."""
+    dY = as_ring("dY", dY)
+    check_matrix("dY", dY, (None, None, None))
+    check_gradient("db", db, (dY.shape[2],))
+    count = len(dY) if count is None else count
+    check_ring(first, count, len(dY))
+    if _by_triton(dY):
+        from . import bias_grad as kernel
+
+        kernel.bias_grad(db, dY, first, count)
+        return
+    for step in range(count):
+        db += dY[(first + step) % len(dY)].sum(0, dtype=db.dtype)
+
+
+def norm_dgrad(
+    dY: Tensor, X: Tensor, weight: Tensor, rstd: Tensor, mean: Tensor | None, offset: float
+) -> Tensor:
+    """dX (rows, n) of a norm with scale offset + weight; RMS norm where mean is None."""
+    _, n = check_norm(dY, X, rstd, mean)
+    check_matrix("weight", weight, (n,))
+    if _by_triton(X):
+        from . import norm_dgrad as kernel
+
+        if n <= kernel.LONGEST:
+            return kernel.norm_dgrad(dY, X, weight, rstd, mean, offset)
+    x_hat = _normalised(X, rstd, mean)
+    g = dY.float() * (weight.float() + offset)
+    d = g - x_hat * (g * x_hat).mean(1, keepdim=True)
+    if mean is not None:
+        d = d - g.mean(1, keepdim=True)
+    return (d * rstd[:, None]).to(X.dtype)
+
+
+def _normalised(X: Tensor, rstd: Tensor, mean: Tensor | None) -> Tensor:
+    return (X.float() if mean is None else X.float() - mean[:, None]) * rstd[:, None]
+
+
+def norm_wgrad_(
+    dW: Tensor, db: Tensor | None, dY: Tensor, X: Tensor, rstd: Tensor, mean: Tensor | None
+) -> None:
+    """dW (n,), fp32, += Σ dY x̂ over the rows; db, if there is one, += Σ dY."""
+    _, n = check_norm(dY, X, rstd, mean)
+    check_gradient("dW", dW, (n,))
+    if db is not None:
+        check_gradient("db", db, (n,))
+    if _by_triton(X):
+        from . import norm_wgrad as kernel
+
+        kernel.norm_wgrad(dW, db, dY, X, rstd, mean)
+        return
+    dW += (dY.float() * _normalised(X, rstd, mean)).sum(0)
+    if db is not None:
+        db += dY.sum(0, dtype=db.dtype)
+
+
+def embedding_grad_(dW: Tensor, dY: Tensor, indices: Tensor, padding_idx: int = -1) -> None:
+    """dW (vocabulary, width), fp32, += rows of dY at `indices`, except those of `padding_idx`."""
+    check_embedding(dW, dY, indices)
+    if _by_triton(dY):
+        from . import embedding_grad as kernel
+
+        kernel.embedding_grad(dW, dY, indices, padding_idx)
+        return
+    kept = indices != padding_idx
+    # accumulate=True sorts on CUDA, and so is deterministic; index_add_ is not.
+    dW.index_put_((indices[kept],), dY[kept].to(dW.dtype), accumulate=True)

@@ -1,0 +1,153 @@
+"""The operators on CPU: against fp64, groups against their microbatches, and with fake tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from zbpipe.errors import ConfigError
+from zbpipe.kernels import ops
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+ROUNDING = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def off(got: Tensor, want: Tensor) -> float:
+    """The largest error relative to the largest value."""
+    return float((got.double() - want).abs().max() / want.abs().max())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_are_what_they_say(dtype) -> None:
+    dY, X, W = draw(7, 3, dtype=dtype), draw(7, 4, dtype=dtype), draw(3, 4, dtype=dtype)
+    assert off(ops.dgrad(dY, W), dY.double() @ W.double()) < ROUNDING[dtype]
+    dW = draw(3, 4)
+    want = dW.double() + dY.double().t() @ X.double()
+    ops.wgrad_(dW, dY, X)
+    assert off(dW, want) < 1e-6
+    assert off(ops.wgrad(dY, X), dY.double().t() @ X.double()) < 1e-6
+
+
+@given(
+    rows=st.integers(0, 9),
+    slots=st.integers(1, 4),
+    numbers=st.data(),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_a_group_has_the_bits_of_its_microbatches(rows, slots, numbers, dtype) -> None:
+    first = numbers.draw(st.integers(0, slots - 1), "first")
+    count = numbers.draw(st.integers(0, slots), "count")
+    dY, X = draw(slots, rows, 3, dtype=dtype), draw(slots, rows, 4, dtype=dtype)
+    dW, db = [draw(3, 4) for _ in range(2)], [draw(3) for _ in range(2)]
+    ops.wgrad_(dW[0], dY, X, first, count)
+    ops.bias_grad_(db[0], dY, first, count)
+    for step in range(count):
+        slot = (first + step) % slots
+        ops.wgrad_(dW[1], dY[slot], X[slot])
+        ops.bias_grad_(db[1], dY[slot])
+    assert torch.equal(*dW) and torch.equal(*db)
+
+
+def test_each_expert_gets_its_rows() -> None:
+    dY, X, dW = draw(7, 3), draw(7, 4), draw(3, 3, 4)
+    before = dW.clone()
+    ops.expert_wgrad_(dW, dY, X, torch.tensor([4, 4, 6]).int())
+    for expert, at in enumerate((slice(0, 4), slice(4, 4), slice(4, 6))):
+        want = before[expert].double() + dY[at].double().t() @ X[at].double()
+        assert off(dW[expert], want) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("centred", [True, False])
+def test_norms_are_autograds(dtype, centred) -> None:
+    X, dY = draw(5, 6, dtype=dtype), draw(5, 6, dtype=dtype, seed=1)
+    weight, bias = draw(6, dtype=dtype), draw(6, dtype=dtype)
+    mean = X.float().mean(1) if centred else None
+    x = X.float() if mean is None else X.float() - mean[:, None]
+    rstd = (x.square().mean(1) + 1e-5).rsqrt()
+    leaves = [t.double().requires_grad_() for t in (X, weight, bias)]
+    if centred:
+        y = torch.nn.functional.layer_norm(leaves[0], (6,), leaves[1], leaves[2], 1e-5)
+    else:
+        y = torch.nn.functional.rms_norm(leaves[0], (6,), leaves[1], 1e-5) + leaves[2]
+    want = torch.autograd.grad(y, leaves, dY.double())
+    assert off(ops.norm_dgrad(dY, X, weight, rstd, mean, 0.0), want[0]) < ROUNDING[dtype]
+    dW, db = torch.zeros(6), torch.zeros(6)
+    ops.norm_wgrad_(dW, db, dY, X, rstd, mean)
+    ops.norm_wgrad_(dW, None, dY, X, rstd, mean)
+    assert off(dW, 2 * want[1]) < 1e-6 and off(db, want[2]) < 1e-6
+
+
+@pytest.mark.parametrize("padding_idx", [-1, 3])
+def test_an_embedding_is_autograds(padding_idx) -> None:
+    indices, dY = torch.tensor([3, 1, 3, 0, 6]), draw(5, 4)
+    table = draw(7, 4).double().requires_grad_()
+    padding = None if padding_idx < 0 else padding_idx
+    torch.nn.functional.embedding(indices, table, padding).backward(dY.double())
+    dW = torch.zeros(7, 4)
+    ops.embedding_grad_(dW, dY, indices, padding_idx)
+    assert off(dW, table.grad) < 1e-6
+
+
+def test_second_derivatives() -> None:
+    """Of a gradient penalty: |dX|² and |dW|² by their operands, against plain torch."""
+    leaves = [draw(7, 3).requires_grad_(), draw(3, 4).requires_grad_(), draw(7, 4).requires_grad_()]
+    dY, W, X = leaves
+    got = ops.dgrad(dY, W).square().sum() + ops.wgrad(dY, X).square().sum()
+    want = (dY @ W).square().sum() + (dY.t() @ X).square().sum()
+    for g, w in zip(
+        torch.autograd.grad(got, leaves), torch.autograd.grad(want, leaves), strict=True
+    ):
+        torch.testing.assert_close(g, w)
+
+
+CALLS = {
+    "dgrad": lambda: (draw(7, 3).requires_grad_(), draw(3, 4).requires_grad_()),
+    "wgrad": lambda: (draw(7, 3).requires_grad_(), draw(7, 4).requires_grad_()),
+    "wgrad_": lambda: (draw(3, 4), draw(2, 7, 3), draw(2, 7, 4), 1, 2),
+    "expert_wgrad_": lambda: (draw(2, 3, 4), draw(7, 3), draw(7, 4), torch.tensor([4, 6]).int()),
+    "bias_grad_": lambda: (draw(3), draw(7, 3)),
+    "norm_dgrad": lambda: (draw(7, 4), draw(7, 4), draw(4), draw(7), draw(7), 1.0),
+    "norm_wgrad_": lambda: (draw(4), draw(4), draw(7, 4), draw(7, 4), draw(7), None),
+    "embedding_grad_": lambda: (draw(9, 4), draw(5, 4), torch.tensor([1, 2, 2, 0, 8])),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_torch_finds_nothing_wrong_with_the_operator(name) -> None:
+    torch.library.opcheck(getattr(torch.ops.zbpipe, name).default, CALLS[name]())
+
+
+@pytest.mark.parametrize("name", ["dgrad", "wgrad", "norm_dgrad"])
+def test_fake_tensors_have_the_real_ones_shape_and_dtype(name) -> None:
+    args = [a.detach() if isinstance(a, Tensor) else a for a in CALLS[name]()]
+    real = getattr(ops, name)(*args)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args]
+        fake = getattr(ops, name)(*fakes)
+    assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ops.dgrad(draw(7, 3), draw(4, 3)), r"W has shape \(4, 3\): must be \(3, any\)"),
+        (lambda: ops.dgrad(draw(7, 3), draw(3, 4).double()), "W is torch.float64"),
+        (lambda: ops.wgrad_(draw(3, 4).half(), draw(7, 3), draw(7, 4)), "dW is torch.float16"),
+        (lambda: ops.wgrad_(draw(3, 4), draw(7, 3), draw(6, 4)), r"X has shape \(1, 6, 4\)"),
+        (lambda: ops.bias_grad_(draw(3), draw(2, 7, 3), 2), "first = 2"),
+        (lambda: ops.embedding_grad_(draw(9, 4), draw(5, 4), torch.ones(5)), "indices is"),
+    ],
+)
+def test_misuse_names_the_argument(call, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        call()

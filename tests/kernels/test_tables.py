@@ -1,0 +1,90 @@
+"""Which configuration is chosen: a measured one that fits, else a default for every case."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from zbpipe.errors import ConfigError
+from zbpipe.kernels import tables, target
+
+SHAPE = (2048, 4096, 11008)
+
+
+@pytest.mark.parametrize("kernel", ["dgrad", "wgrad"])
+@pytest.mark.parametrize("architecture", target.SUPPORTED)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("descriptors", [True, False])
+def test_there_is_a_default_for_everything(kernel, architecture, dtype, descriptors) -> None:
+    config = tables.choose(kernel, architecture, dtype, (1, 17, 129), descriptors)
+    assert config.how
+    assert config.tma == (descriptors and architecture >= 90 and dtype != torch.float32)
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """Writes entries as `tune` does, and lets `choose` see them."""
+
+    def write(*entries: dict) -> None:
+        path = tmp_path / "measured.json"
+        path.write_text(json.dumps({"entries": entries}))
+        monkeypatch.setattr(tables, "MEASURED", path)
+        forget()
+
+    def forget() -> None:
+        tables.measured.cache_clear()
+        tables.choose.cache_clear()
+
+    yield write
+    monkeypatch.undo()
+    forget()
+
+
+def entry(rows: int, how: str, **changes: object) -> dict:
+    config = {"rows": 64, "outs": 128, "ins": 256, "warps": 8, "stages": 4, "how": how}
+    config["tma"] = bool(changes.pop("tma", False))
+    found = {"kernel": "wgrad", "architecture": 90, "dtype": "bfloat16"}
+    return found | {"rows": rows, "outs": 4096, "ins": 11008, "config": config} | changes
+
+
+def choose(rows: int, descriptors: bool = True) -> str:
+    shape = (rows, 4096, 11008)
+    return tables.choose("wgrad", 90, torch.bfloat16, shape, descriptors).how
+
+
+def test_the_measured_entry_with_the_nearest_rows_comes_first(written) -> None:
+    written(entry(1024, "a"), entry(4096, "b"), entry(2048, "other", outs=512))
+    assert [choose(rows) for rows in (1, 2048, 3000, 10**6)] == ["a", "a", "b", "b"]
+
+
+def test_a_measured_entry_that_the_operands_cannot_use_is_passed_over(written) -> None:
+    written(entry(1024, "a", tma=True), entry(8192, "b"))
+    assert choose(1024) == "a"
+    assert choose(1024, descriptors=False) == "b"
+    written(entry(1024, "a", tma=True))
+    assert choose(1024, descriptors=False) == tables.DEFAULTS["wgrad", 90, 16, False].how
+
+
+@pytest.mark.parametrize("change", [{"dtype": "float16"}, {"architecture": 100}, {"ins": 11009}])
+def test_an_entry_of_another_case_does_not_count(written, change) -> None:
+    written(entry(2048, "other", **change))
+    assert choose(2048) == tables.DEFAULTS["wgrad", 90, 16, True].how
+
+
+def test_tensors_that_descriptors_cannot_address() -> None:
+    whole = torch.zeros(8, 16, dtype=torch.bfloat16)
+    assert target.can_use_descriptors(whole, whole[::2], whole[:, 8:])
+    for other in (whole[:, 1:], whole[:0], whole.t(), torch.zeros(8, 9), whole[:1].expand(8, 16)):
+        assert not target.can_use_descriptors(whole, other)
+
+
+def test_only_devices_with_tables_are_taken(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(ConfigError, match="sm_75"):
+        target.architecture(torch.device("cuda", 0))
+    known = {(8, 6): 80, (8, 9): 80, (9, 0): 90, (10, 3): 100, (12, 0): 80}
+    for capability, architecture in known.items():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
+        assert target.architecture(torch.device("cuda", 0)) == architecture
