@@ -10,7 +10,7 @@ import pybind11
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).resolve().parent
 SOURCES = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.cpp"))
 INCLUDES = ["csrc", pybind11.get_include(), sysconfig.get_paths()["include"]]
 CXXFLAGS = ["-std=c++17", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-pthread"]

@@ -108,6 +108,25 @@ def test_main_grad_keeps_the_sum_in_fp32() -> None:
             assert float(error) < 2**-9
 
 
+def test_trial_runs_leave_main_grad_alone() -> None:
+    model = layers()
+    for p in model.parameters():
+        p.main_grad = torch.zeros(p.shape)
+    x, y = data()
+    pipe = zbpipe.wrap(
+        model, microbatches=MICROBATCHES, schedule="zb2p", local_ranks=2, loss_fn=loss_fn,
+        example=x, partition={0: 3},
+    )  # fmt: skip
+    assert all(not p.main_grad.any() for p in model.parameters())
+    pipe.step(x, target=y)
+    once = layers()
+    for p in once.parameters():
+        p.main_grad = torch.zeros(p.shape)
+    wrapped(once, "1f1b").step(x, target=y)
+    for p, q in zip(model.parameters(), once.parameters(), strict=True):
+        assert torch.equal(p.main_grad, q.main_grad)
+
+
 def test_a_step_that_raises_leaves_gradients_in_the_weights_dtype() -> None:
     model = layers()
     for p in model.parameters():
