@@ -32,6 +32,20 @@ def _by_triton(tensor: Tensor) -> bool:
     return tensor.is_cuda and has_triton()
 
 
+def names(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> dict[str, str]:
+    """What computes "dgrad" and "wgrad" of a layer on `device`, and how that was found.
+
+    `shape`: (rows, outs, ins); operands as TMA can address them, where the device has it.
+    """
+    if device.type != "cuda" or not has_triton():
+        return dict.fromkeys(("dgrad", "wgrad"), f"torch on {device.type}")
+    found = {}
+    for kernel in ("dgrad", "wgrad"):
+        config = tables.choose(kernel, architecture(device), dtype, shape, True)
+        found[kernel] = f"{'Triton' if config.triton else 'cuBLAS'} ({config.how})"
+    return found
+
+
 def dgrad(dY: Tensor, W: Tensor) -> Tensor:
     """dX (rows, ins) = dY (rows, outs) @ W (outs, ins), in their dtype.
 

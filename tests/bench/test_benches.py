@@ -10,10 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from zbpipe.schedule import build
+from zbpipe.schedule.core import Action
+from zbpipe.timeline import Span, Timeline
+
 BENCH = Path(__file__).parents[2] / "bench"
 
 # Arguments of a small run, and keys of its JSON that hold a number.
 SMALL = {
+    "bubble": (["--quick"], []),
     "hf_vs_torch": (["--quick"], ["ratio_vs_torch_1f1b"]),
     "executor_overhead": (["--repeats", "1"], ["native_us", "callback_us"]),
     "gpu_check": (["--only", "doctor"], []),  # the rest: test_gpu_check.py
@@ -68,10 +73,10 @@ def test_the_promised_figures_are_there(written, name):
     assert all(isinstance(f, float) and math.isfinite(f) for f in figures.values()), figures
 
 
-@pytest.mark.parametrize("name", ["runtime_vs_torch", "hf_vs_torch"])
+@pytest.mark.parametrize("name", ["runtime_vs_torch", "hf_vs_torch", "bubble"])
 def test_both_runtimes_compute_the_unsplit_models_gradients(written, name):
     result = written(name)
-    rows = result.get("real", result)["rows"]
+    rows = result["microbatches"]["4"] if name == "bubble" else result.get("real", result)["rows"]
     differences = {k: r["grad_max_diff"] for k, r in rows.items()}
     assert {name.split()[0] for name in differences} == {"zbpipe", "torch"}
     assert max(differences.values()) < 1e-5  # fp32 noise: 3e-7 was seen
@@ -80,3 +85,31 @@ def test_both_runtimes_compute_the_unsplit_models_gradients(written, name):
 def test_sleeps_take_no_less_than_simulated(written):
     for name, row in written("runtime_vs_torch")["virtual"].items():
         assert row["sync"]["ratio"] > 1, name
+
+
+def test_bubbles_are_planned_and_measured(written):
+    rows = written("bubble")["microbatches"]["4"]
+    ours = {name: row for name, row in rows.items() if name.startswith("zbpipe")}
+    for name, row in ours.items():
+        assert 0 < row["bubble_measured"] < 1 and 0 <= row["bubble_planned"] < 1, name
+        assert row["p2p_exposed_s"] >= 0 and min(row["held_bytes"]) > 0, name
+    assert all(min(row["tokens_s"]) > 0 and min(row["peak_bytes"]) > 0 for row in rows.values())
+
+
+def test_exposed_is_the_idle_time_in_which_the_message_is_on_its_way(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    from bubble import exposed
+
+    schedule = build("gpipe", 2, 2)
+    spans = [
+        Span(0, "compute", Action(0, "F", 0), 0.0, 1.0),
+        Span(0, "compute", Action(0, "F", 1), 1.0, 2.0),
+        Span(1, "recv:0", Action(0, "F", 0), 1.5, 1.5),
+        Span(1, "recv:0", Action(0, "F", 1), 2.25, 2.25),
+        Span(1, "compute", Action(1, "F", 0), 1.5, 1.75),  # the first: not idle before
+        Span(1, "compute", Action(1, "F", 1), 2.5, 3.0),  # idle from 1.75, on its way 2 to 2.25
+        Span(1, "compute", Action(1, "B", 0), 3.0, 4.0),
+        Span(0, "recv:1", Action(1, "B", 0), 6.0, 6.0),
+        Span(0, "compute", Action(0, "B", 0), 5.5, 6.5),  # idle from 2, on its way 4 to 5.5
+    ]
+    assert exposed(Timeline(tuple(spans), 2, kind="measured"), schedule) == 0.25 + 1.5

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from zbpipe.errors import ConfigError
-from zbpipe.kernels import tables, target
+from zbpipe.kernels import dispatch, tables, target
 
 SHAPE = (2048, 4096, 11008)
 
@@ -88,3 +88,15 @@ def test_only_devices_with_tables_are_taken(monkeypatch) -> None:
     for capability, architecture in known.items():
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
         assert target.architecture(torch.device("cuda", 0)) == architecture
+
+
+def test_the_names_say_what_runs_and_how_that_was_found(monkeypatch) -> None:
+    on_cpu = dispatch.names(torch.device("cpu"), torch.bfloat16, SHAPE)
+    assert on_cpu == {"dgrad": "torch on cpu", "wgrad": "torch on cpu"}
+    monkeypatch.setattr(dispatch, "architecture", lambda device: 90)
+    monkeypatch.setattr(dispatch, "has_triton", lambda: True)
+    found = dispatch.names(torch.device("cuda"), torch.bfloat16, SHAPE)
+    assert found["dgrad"].startswith("cuBLAS (") and found["wgrad"].startswith("Triton (")
+    assert all("not yet run" in name for name in found.values())
+    monkeypatch.setattr(dispatch, "has_triton", lambda: False)
+    assert dispatch.names(torch.device("cuda"), torch.bfloat16, SHAPE)["wgrad"] == "torch on cuda"

@@ -154,6 +154,16 @@ class Splitter:
                 left.append((site.name, reason))
         return SplitReport(deferred, total, tuple(left))
 
+    def products(self) -> list[Parameter]:
+        """The weights (two dimensions) whose gradients W makes as products."""
+        return [
+            p
+            for site in self._split
+            if not isinstance(site.module, nn.Embedding)
+            for p in site.parameters.values()
+            if p.dim() == 2 and p.requires_grad
+        ]
+
     def _decide(self) -> None:
         self._sites = self._survey()
         own = {id(s.module): reason for s in self._sites if (reason := self._own_reason(s))}

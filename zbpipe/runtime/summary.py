@@ -10,6 +10,7 @@ from ..plan import Plan
 from .stage import Stage
 
 _SHOWN = 2  # modules of one kind that are named
+_ROWS = 4096  # tokens of a microbatch, to look a kernel up before one was seen
 
 
 def summary(
@@ -54,9 +55,26 @@ def _split(stage: Stage) -> Iterator[str]:
     report = stage.splitter.report()
     count = sum(parameter.numel() for parameter in stage.parameters)
     yield f"{count:,} parameters; {report.deferred_share:.1%} of W's FLOPs are deferred"
+    yield from _kernels(stage)
     by_reason: dict[str, list[str]] = {}
     for name, reason in report.not_split:
         by_reason.setdefault(reason, []).append(name)
     for reason, names in by_reason.items():
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         yield f"not split: {', '.join(names[:_SHOWN])}{more}: {reason}"
+
+
+def _kernels(stage: Stage) -> Iterator[str]:
+    """What computes dX and dW, by shape where the device has a choice."""
+    from ..kernels import dispatch
+
+    found: dict[str, list[str]] = {}
+    for weight in stage.splitter.products():
+        outs, ins = weight.shape
+        chosen = dispatch.names(weight.device, weight.dtype, (_ROWS, outs, ins))
+        by = "; ".join(f"{name} by {who}" for name, who in chosen.items())
+        found.setdefault(by, []).append(f"{outs} × {ins}")
+    for by, shapes in found.items():
+        distinct = list(dict.fromkeys(shapes))
+        more = f" and {len(distinct) - _SHOWN} shapes more" if len(distinct) > _SHOWN else ""
+        yield f"{', '.join(distinct[:_SHOWN])}{more}: {by}"
