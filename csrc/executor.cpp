@@ -122,8 +122,7 @@ bool Executor::State::perform(uint32_t index, bool& hooked) {
   return true;
 }
 
-/// One thread for all lanes: gives the device, lane by lane, whatever waits for nothing that has
-/// yet to be enqueued. Such an order cannot deadlock, even if all streams share one hardware queue.
+/// A run on a device that enqueues, until the device is through with it.
 void Executor::State::drive(bool& hooked) {
   try {
     enqueue(hooked);
