@@ -8,7 +8,8 @@ tests      the tests marked gpu: several ranks on one GPU, in a process and by I
 overhead   what an instruction costs the host, and the device lanes, at p = 1
 flags      one hop between two ranks on one GPU: action's end → stream-written flag → action's start
 copy       a copy to another rank under a running GEMM, against each alone
-step       a training step at p = 1 against plain PyTorch
+step       a training step at p = 1 against plain PyTorch and torch's own 1F1B
+kernels    dW into fp32 by Triton against cuBLAS, alone and four microbatches in one launch
 
 Each part runs in a process of its own, says "ok", "failed" or "no device", and keeps no other from
 running. The exit status is 1 where a part failed; without a device nothing has.
@@ -146,35 +147,80 @@ def copy() -> dict[str, Any]:
     }
 
 
-def step() -> dict[str, Any]:
+def _median_s(run: Callable[[], Any], device: str, times: int = 8) -> float:
+    """Seconds of a call, with the device idle before and after; the first few warm up."""
     import torch
 
-    import zbpipe
-    from zbpipe.demo.gpt import GPT, GPTConfig, loss_fn
+    seconds = []
+    for _ in range(times):
+        if device != "cpu":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        run()
+        if device != "cpu":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[times // 3 :])
+
+
+def kernels(device: str = "cuda:0", n: int = 4096, tokens: int = 2048) -> dict[str, Any]:
+    """dW into fp32 against cuBLAS: once at n³, and four microbatches of `tokens` in one launch."""
+    import torch
+
+    from zbpipe.kernels import dispatch
+
+    def operand(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=device, dtype=torch.bfloat16)
+
+    dW = torch.zeros(n, n, device=device)
+    dY, X = operand(n, n), operand(n, n)
+    rings = operand(4, tokens, n), operand(4, tokens, n)
+
+    def separate() -> None:
+        for one in range(4):
+            dispatch.add_product(dW, rings[0][one], rings[1][one])
+
+    found = {
+        "wgrad_s": _median_s(lambda: dispatch.wgrad_(dW, dY, X), device),
+        "cublas_bf16_out_s": _median_s(lambda: dY.t() @ X, device),
+        "grouped_by_4_s": _median_s(lambda: dispatch.wgrad_(dW, *rings), device),
+        "cublas_4_calls_s": _median_s(separate, device),
+        "runs": dispatch.names(torch.device(device), torch.bfloat16, (n, n, n)),
+    }
+    # Bars: at least 0.95 and 1.10.
+    found["wgrad_vs_cublas"] = found["cublas_bf16_out_s"] / found["wgrad_s"]
+    found["grouped_vs_cublas"] = found["cublas_4_calls_s"] / found["grouped_by_4_s"]
+    return found
+
+
+def step(device: str = "cuda:0", quick: bool = False) -> dict[str, Any]:
+    """One rank: plain PyTorch, zbpipe, and torch.distributed.pipelining's 1F1B of one stage."""
+    import torch.distributed as dist
+    from sides import Work, torch_side, zbpipe_side
+
+    from zbpipe.demo.gpt import GPTConfig, loss_fn
 
     config = GPTConfig(hidden=1024, layers=8, heads=16, sequence=512)
-    tokens = torch.randint(0, config.vocab, (16, config.sequence + 1), device="cuda")
-    x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-    def timed(run: Callable[[], Any]) -> float:
-        seconds = []
-        for _ in range(8):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            run()
-            torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - start)
-        return statistics.median(seconds[3:])
+    work = Work(GPTConfig(61, 16, 2, 2, 8) if quick else config, 8, 2, 1, device)
+    model = work.model()
+    x, y = work.batch()
 
     def plain() -> None:
+        model.zero_grad()
         for xs, ys in zip(x.tensor_split(8), y.tensor_split(8), strict=True):
             (loss_fn(model(xs), ys) / 8).backward()
 
-    model = GPT(config).cuda()
-    without = timed(plain)
-    model.zero_grad()
-    pipe = zbpipe.wrap(model, microbatches=8, schedule="zb1p", loss_fn=loss_fn)
-    return {"plain_s": without, "zbpipe_s": timed(lambda: pipe.step(x, target=y))}
+    found = {"plain_s": _median_s(plain, device)}
+    ours, _ = zbpipe_side("zbpipe zb1p", work, model)
+    found["zbpipe_s"] = _median_s(ours.step, device)
+    ours.close()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        theirs = torch_side("torch 1f1b", work, model, 0)
+        found["torch_1f1b_s"] = _median_s(theirs.step, device)
+    finally:
+        dist.destroy_process_group()
+    return found
 
 
 # What each part does, and whether it needs a device.
@@ -186,6 +232,7 @@ PARTS: dict[str, tuple[Callable[[], dict[str, Any]], bool]] = {
     "flags": (flags, True),
     "copy": (copy, True),
     "step": (step, True),
+    "kernels": (kernels, True),
 }
 
 

@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT / "tests" / "cuda"))
 
 import faking  # noqa: E402 - the fake device's builder lives beside its tests
 
-NEED_A_DEVICE = {"tests", "overhead", "flags", "copy", "step"}
+NEED_A_DEVICE = {"tests", "overhead", "flags", "copy", "step", "kernels"}
 
 
 def check(out: Path, runtime: str, *parts: str) -> tuple[int, dict[str, dict[str, object]]]:
@@ -48,7 +48,18 @@ def test_a_part_that_fails_keeps_no_other_from_running(tmp_path):
     assert math.isfinite(results["flags"]["hop_4b_us"])
 
 
-@pytest.mark.parametrize("part", ["build", "tests", "overhead", "flags", "copy", "step", "doctor"])
+def test_what_computes_runs_on_the_cpu_too(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    import gpu_check
+
+    step = gpu_check.step("cpu", quick=True)
+    assert set(step) == {"plain_s", "zbpipe_s", "torch_1f1b_s"} and min(step.values()) > 0
+    kernels = gpu_check.kernels("cpu", 32, 16)
+    assert kernels["runs"] == {"dgrad": "torch on cpu", "wgrad": "torch on cpu"}
+    assert kernels["wgrad_vs_cublas"] > 0 and kernels["grouped_vs_cublas"] > 0
+
+
+@pytest.mark.parametrize("part", sorted(NEED_A_DEVICE | {"build", "doctor"}))
 def test_every_part_is_documented(part):
     text = (ROOT / "bench" / "gpu_check.py").read_text()
     assert f"\n{part}  " in text.split('"""')[1]
