@@ -206,7 +206,7 @@ void Process::perform(Op& op) {
 
 void Process::expect(const std::vector<const void*>& uses, int more) {
   for (const void* data : uses) {
-    const Allocation* found = data == nullptr ? nullptr : find(data, 0, "an operation");
+    const Allocation* found = data == nullptr ? nullptr : find(data, 0, kOperation);
     if (found == nullptr) continue;
     std::lock_guard<std::mutex> guard(mutex);
     pending[found->buffer] += more;
@@ -230,7 +230,7 @@ const Allocation* Process::find(const void* data, uint64_t bytes, const std::str
     const Allocation& found = std::prev(next)->second;
     if (at + bytes <= found.base + found.whole) return &found;
   }
-  if (!host_reads || what != kCopyRead) universe.report("no device memory: " + what);
+  if (!host_reads || (what != kCopyRead && what != kOperation)) universe.report("no device memory: " + what);
   return nullptr;
 }
 

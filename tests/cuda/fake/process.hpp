@@ -20,7 +20,7 @@
 
 namespace fake {
 
-constexpr char kCopyRead[] = "a copy's read";
+constexpr char kCopyRead[] = "a copy's read", kOperation[] = "an operation";
 
 /// What cudaEventRecord left behind.
 struct Record {
