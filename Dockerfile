@@ -4,8 +4,7 @@
 #   docker build -t zbpipe --build-arg BASE=python:3.11-bookworm \
 #                          --build-arg TORCH=torch==2.13.0 .                # CPU
 #
-# The extension needs no toolkit; the devel image has the headers that a test compares it with, and
-# nvcc for kernels. Run a container with `--gpus all` and, for ranks in several processes, `--ipc=host`.
+# The extension needs no toolkit; the devel image has the headers that a test compares it with. Run a container with `--gpus all` and, for ranks in several processes, `--ipc=host`.
 ARG BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04
 FROM ${BASE}
 

@@ -64,6 +64,7 @@ def main() -> None:
         print(f"{row}   at most {BARS[name]}")
     if options.json is not None:
         spread = {name: [min(values), max(values)] for name, values in samples.items()}
+        options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(medians | {"spread": spread}, indent=2) + "\n")
 
 

@@ -300,6 +300,7 @@ def main() -> int:
         return 0
     results = check(options.only or PARTS)
     if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(results, indent=2) + "\n")
     return int(any(result["status"] == "failed" for result in results.values()))
 

@@ -180,6 +180,7 @@ def main() -> int:
             )
     if options.json is not None:
         data = [asdict(one) | {"holds": one.holds} for one in bars]
+        options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(data, indent=2) + "\n")
     missed = [one.name for one in bars if not one.holds]
     print(f"{len(bars) - len(missed)} of {len(bars)} bars hold")

@@ -106,6 +106,7 @@ def main() -> None:
         print(f"{name:<22}{medians[name]:>10.2f}{min(values):>10.2f}{max(values):>10.2f}   {bar}")
     if options.json is not None:
         spread = {name: [min(values), max(values)] for name, values in samples.items()}
+        options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(medians | {"spread": spread}, indent=2) + "\n")
 
 

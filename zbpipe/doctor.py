@@ -183,7 +183,7 @@ def _triton() -> Finding:
     found = _installed("triton")
     if found is not None:
         return Finding("Triton", True, found)
-    fix = "pip install triton (or zbpipe[cuda]); only zbpipe.kernels needs it"
+    fix = "pip install triton (the extra [cuda]); only zbpipe.kernels needs it"
     return Finding("Triton", False, "not installed", fix)
 
 

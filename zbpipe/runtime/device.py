@@ -44,6 +44,14 @@ class Device:
         """`value` with its tensors on this device."""
         return value
 
+    def current(self) -> AbstractContextManager[Any]:
+        """Let this be the thread's device, outside of a step."""
+        return _NOTHING
+
+    def kept_random(self) -> AbstractContextManager[Any]:
+        """Put the random generators back afterwards."""
+        return torch.random.fork_rng(devices=[] if self.index is None else [self.index])
+
     def generators(self) -> list[torch.Generator]:
         """Whence layers draw random numbers."""
         return [torch.default_generator]
@@ -83,8 +91,19 @@ class CudaDevice(Device):
 
         return tree_map(move, value)
 
+    def current(self) -> AbstractContextManager[Any]:
+        """Let this be the thread's device, outside of a step."""
+        return _NOTHING
+
+    def kept_random(self) -> AbstractContextManager[Any]:
+        """Put the random generators back afterwards."""
+        return torch.random.fork_rng(devices=[] if self.index is None else [self.index])
+
     def generators(self) -> list[torch.Generator]:
         return [torch.default_generator, torch.cuda.default_generators[self.index]]
+
+    def current(self) -> AbstractContextManager[Any]:
+        return torch.cuda.device(self.index)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.index)

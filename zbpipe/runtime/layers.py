@@ -44,7 +44,11 @@ def layer_costs(stages: Sequence[Stage], microbatch: Any) -> Costs:
     known: dict[str, _Cost] = {}
     costs, boundary = [], []
     value = microbatch
-    with torch.random.fork_rng(devices=[]), untouched([stage.root for stage in stages]):
+    modules = [stage.root for stage in stages]
+    for stage in stages:
+        stage.begin(None)  # finds its device
+    home = stages[0].device
+    with home.current(), home.kept_random(), untouched(modules):
         for stage in stages:
             first, last = stage is stages[0], stage is stages[-1]
             key = "" if first or last else _signature(stage, value)

@@ -230,7 +230,8 @@ const Allocation* Process::find(const void* data, uint64_t bytes, const std::str
     const Allocation& found = std::prev(next)->second;
     if (at + bytes <= found.base + found.whole) return &found;
   }
-  if (!host_reads || (what != kCopyRead && what != kOperation)) universe.report("no device memory: " + what);
+  if (!host_reads || (what != kCopyRead && what != kOperation))
+    universe.report("no device memory: " + what);
   return nullptr;
 }
 
