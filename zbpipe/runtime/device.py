@@ -91,14 +91,6 @@ class CudaDevice(Device):
 
         return tree_map(move, value)
 
-    def current(self) -> AbstractContextManager[Any]:
-        """Let this be the thread's device, outside of a step."""
-        return _NOTHING
-
-    def kept_random(self) -> AbstractContextManager[Any]:
-        """Put the random generators back afterwards."""
-        return torch.random.fork_rng(devices=[] if self.index is None else [self.index])
-
     def generators(self) -> list[torch.Generator]:
         return [torch.default_generator, torch.cuda.default_generators[self.index]]
 
