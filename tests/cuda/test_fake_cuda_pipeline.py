@@ -63,7 +63,7 @@ def on_fake(fake, monkeypatch):
 
     def begin(connections: int = 8, jitter: int = 0) -> OnFake:
         made = OnFake(fake(connections, jitter))
-        monkeypatch.setattr(devices, "of", lambda tensors: made)
+        monkeypatch.setattr(devices, "of", lambda *modules: made)
         return made
 
     return begin
@@ -163,7 +163,7 @@ def _between_processes(world, store: str, library: str) -> list[str]:
     try:
         torch.set_num_threads(1)
         fake = Fake(library)
-        devices.of = lambda tensors: OnFake(fake)
+        devices.of = lambda *modules: OnFake(fake)
         case = BY_NAME["blocks"]
         want, losses = reference(case, 5)
         model = case.build()
@@ -189,11 +189,9 @@ def test_between_processes_by_ipc(fake, tmp_path):
 
 
 def test_parameters_on_two_kinds_of_device_are_refused(fake, monkeypatch):
-    with pytest.raises(zbpipe.ConfigError, match="parameters on cpu, meta"):
-        devices.of([torch.empty(1), torch.empty(1, device="meta")])
-    with pytest.raises(zbpipe.ConfigError, match="parameters on meta: want the CPU or a CUDA"):
-        devices.of([torch.empty(1, device="meta")])
-    assert devices.of([]) is None
+    assert devices.of(torch.nn.Tanh()) is None
+    assert devices.of(torch.nn.Linear(1, 1, device="meta")) is None
+    assert devices.of(torch.nn.Linear(1, 1), torch.nn.Tanh()).kind == "cpu"
     model = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]
     kinds = iter([Device(), OnFake(fake())])
     pipe = zbpipe.wrap(model, microbatches=2, schedule="1f1b", local_ranks=2)

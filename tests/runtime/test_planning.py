@@ -64,8 +64,9 @@ def test_measured_memory_never_exceeds_the_plan(schedule: str, name: str) -> Non
     pipe.step(x, target=y)
     timeline = pipe.timeline()
     for rank in range(ranks):
-        # A stage of "trees" multiplies by constants only: it holds nothing.
-        assert (name == "trees") or timeline.peak(rank) > 0
+        # A stage of "trees" multiplies by constants only; the first may hold nothing but the batch,
+        # which is the user's.
+        assert name == "trees" or rank == 0 or timeline.peak(rank) > 0
         assert timeline.peak(rank) <= pipe.plan.timeline.peak(rank) * (1 + 1e-9)
         assert timeline.memory[rank][-1][1] == 0  # everything was let go of
 

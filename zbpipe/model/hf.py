@@ -10,6 +10,7 @@ Nothing is changed outside of a stage's run.
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -92,6 +93,7 @@ class HfStage:
         """
         last = self.end == len(self.decoder.layers)
         kwargs = {k: v for k, v in batch.items() if last or k != "labels"}
+        kwargs |= {"use_cache": False, "return_dict": True}
         training = torch.is_grad_enabled()
         self._received = received
         with self._stepping_over(training):
@@ -99,8 +101,8 @@ class HfStage:
                 if self.first > 0:
                     # What comes before the own layers belongs to other stages.
                     with torch.set_grad_enabled(False):
-                        return self.decoder.model(**kwargs, use_cache=False)
-                return self.decoder.model(**kwargs, use_cache=False)
+                        return self.decoder.model(**kwargs)
+                return self.decoder.model(**kwargs)
             except _EndOfStage as end:
                 return end.hidden
             finally:
@@ -139,15 +141,21 @@ def _hidden(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def _replaced(layer: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let the layer's forward be another, and keep activation checkpointing away from it."""
+    """Let the layer's forward be another, and keep checkpointing and hooks away from it."""
     own: dict[str, Any] = layer.__dict__
-    saved: dict[str, Any] = {k: own[k] for k in ("forward", "gradient_checkpointing") if k in own}
-    own["forward"] = forward
-    own["gradient_checkpointing"] = False
+    inside = {
+        "forward": forward,
+        "gradient_checkpointing": False,
+        "_forward_hooks": OrderedDict(),
+        "_forward_pre_hooks": OrderedDict(),
+    }
+    saved: dict[str, Any] = {k: own[k] for k in inside if k in own}
+    own.update(inside)
     try:
         yield
     finally:
-        del own["forward"], own["gradient_checkpointing"]
+        for key in inside:
+            del own[key]
         own.update(saved)
 
 
@@ -289,6 +297,28 @@ def tied(stages: Sequence[Sequence[Layer]]) -> list[nn.Parameter]:
     return shared
 
 
-def unignored(batch: Mapping[str, Any]) -> int:
-    """How many of a microbatch's shifted labels count in the model's own loss: not -100."""
-    return int((batch["labels"][..., 1:] != -100).sum())
+# transformers' names of losses that are a mean over the labels that are not -100.
+_MEAN_LOSSES = ("ForTokenClassification", "ForSequenceClassification")
+
+
+def label_counter(
+    model: nn.Module, batch: Mapping[str, Any]
+) -> Callable[[Mapping[str, Any]], torch.Tensor] | None:
+    """How many of a microbatch's labels the model's own loss is a mean over; None: it is a sum.
+
+    A causal loss shifts the labels, unless it is given shifted ones; -100 does not count. With
+    `num_items_in_batch` the model divides by that itself.
+    Raises ConfigError for a loss of which this is not known.
+    """
+    if batch.get("num_items_in_batch") is not None:
+        return None
+    kind = getattr(model, "loss_type", None)
+    if kind in (None, "ForCausalLM"):
+        if batch.get("shift_labels") is not None:
+            return lambda part: (part["shift_labels"] != -100).sum()
+        return lambda part: (part["labels"][..., 1:] != -100).sum()
+    if kind in _MEAN_LOSSES:
+        return lambda part: (part["labels"] != -100).sum()
+    raise ConfigError(
+        f"model is a {type(model).__name__} whose loss is {kind!r}: give wrap a loss_weight(batch)"
+    )

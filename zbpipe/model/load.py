@@ -58,7 +58,8 @@ def load(
 
 def _named(roots: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by the model's own names."""
-    return {k: v for root in roots for k, v in root.state_dict(keep_vars=True).items()}
+    named = ((k, v) for root in roots for k, v in root.state_dict(keep_vars=True).items())
+    return {k: v for k, v in named if isinstance(v, torch.Tensor)}  # and no extra state
 
 
 def _entries(path: Path, stack: ExitStack) -> dict[str, Any]:

@@ -96,9 +96,19 @@ def wrap(
         return settings, take(model, partition, settings)
 
     prepared: list[Any] = []
-    world.agree(lambda: prepared.append(prepare()), "wrapping the model")
+
+    def measurable() -> bool:
+        prepared.append(prepare())
+        return example is not None and not prepared[0][1].on_meta()
+
+    everyone = world.agree(measurable, "wrapping the model")
     settings, taken = prepared[0]
-    if taken.fixed is not None and example is not None and not taken.on_meta():
+    if len(set(everyone)) > 1:
+        raise ConfigError(
+            f"rank {everyone.index(not everyone[0])} differs from rank 0 in whether there is an "
+            "example, or a model with numbers (not on meta): want the same on every rank"
+        )
+    if taken.fixed is not None and everyone[0]:
         placement, sizes = world.agree(
             lambda: measured_partition(settings, taken, example) if world.rank == 0 else None,
             "timing the layers",

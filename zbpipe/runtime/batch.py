@@ -8,17 +8,27 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from ..errors import ConfigError
+from ..model.hf import label_counter
 
 # Bytes of a tensor that its digest looks at: all of any batch of tokens, head and tail of images.
 _DIGEST_BYTES = 1 << 20
 
 
+# Arguments of a Hugging Face model whose dim 0 is the batch for sure.
+_LEADING = ("input_ids", "inputs_embeds")
+
+
 def batch_size(value: Any) -> int:
-    """Dim 0 of the first tensor (not 0-d) in `value`. Raises ConfigError where there is none."""
-    for leaf in tree_leaves(value):
+    """Dim 0 of the first tensor (not 0-d) in `value`; of a Hugging Face batch, of its tokens.
+
+    Raises ConfigError where there is none.
+    """
+    leading = [value[k] for k in _LEADING if isinstance(value, dict) and k in value]
+    for leaf in tree_leaves([*leading, value]):
         if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
             return int(leaf.shape[0])
     raise ConfigError("the batch holds no tensor with a batch dimension")
@@ -66,6 +76,32 @@ def check_target(target: Any, size: int) -> None:
             )
 
 
+def loss_weights(
+    whole: nn.Module | None,
+    value: Any,
+    target: Any,
+    parts: tuple[list[Any], list[Any]],
+    size: int,
+    loss_weight: Callable[[Any], Any] | None,
+) -> list[float]:
+    """What each microbatch's loss counts in the batch's: of a mean its share, of a sum all.
+
+    `whole`: a model with a loss of its own over labels in `value`, unless there is a `target`.
+    `parts`: microbatches of inputs and of targets. `loss_weight` takes a target, or a microbatch of
+    such a model's own arguments.
+    """
+    inputs, targets = parts
+    count = len(inputs)
+    sizes = [size // count + (i < size % count) for i in range(count)]
+    if whole is None or target is not None:
+        return weights(targets, sizes, loss_weight)
+    if loss_weight is None and value.get("labels") is not None:
+        loss_weight = label_counter(whole, value)
+        if loss_weight is None:
+            return [1.0] * count
+    return weights(inputs, sizes, loss_weight)
+
+
 def weights(
     targets: list[Any], sizes: list[int], loss_weight: Callable[[Any], Any] | None
 ) -> list[float]:
@@ -76,7 +112,11 @@ def weights(
     if loss_weight is None:
         raw = [float(size) for size in sizes]
     else:
-        raw = [float(loss_weight(target)) for target in targets]
+        given = [loss_weight(target) for target in targets]
+        if all(isinstance(weight, torch.Tensor) and weight.numel() == 1 for weight in given):
+            # At once: each number by itself may have to wait for a device.
+            given = torch.stack([weight.detach().double().reshape(()) for weight in given]).tolist()
+        raw = [float(weight) for weight in given]
     for i, weight in enumerate(raw):
         if not (0.0 <= weight < float("inf")):
             raise ConfigError(f"loss_weight is {weight} for microbatch {i}: want a number ≥ 0")

@@ -34,7 +34,10 @@ def save(
         return name, list(tensors), sum(t.numel() * t.element_size() for t in tensors.values())
 
     parts = world.agree(write, "saving")
-    if world.rank == 0:
+
+    def describe() -> None:
+        if world.rank != 0:
+            return
         index = {
             "metadata": {"total_size": sum(size for _, _, size in parts)},
             "weight_map": {key: name for name, keys, _ in parts for key in keys},
@@ -43,4 +46,5 @@ def save(
             if (config := getattr(whole, part, None)) is not None:
                 config.save_pretrained(directory)
         (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
-    world.gather(None)
+
+    world.agree(describe, "saving")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map
 
 from ..errors import ConfigError
@@ -101,12 +102,13 @@ class CudaDevice(Device):
         torch.cuda.synchronize(self.index)
 
 
-def of(tensors: Iterable[torch.Tensor]) -> Device | None:
-    """The device that all `tensors` are on; None where there is none.
+def of(*modules: nn.Module) -> Device | None:
+    """The device of all parameters and buffers of `modules`; None where there are none.
 
-    Raises ConfigError where they are on several, or on one of another kind.
+    What is still on meta does not count. Raises ConfigError where they are on several devices, or
+    on one of another kind.
     """
-    found = {tensor.device for tensor in tensors}
+    found = {t.device for m in modules for t in (*m.parameters(), *m.buffers()) if not t.is_meta}
     if not found:
         return None
     names = ", ".join(sorted(map(str, found)))
@@ -120,20 +122,27 @@ def of(tensors: Iterable[torch.Tensor]) -> Device | None:
     return CudaDevice(torch.cuda.current_device() if device.index is None else device.index)
 
 
-def agreed(world: World, find: Callable[[], Mapping[int, Device]]) -> dict[int, int] | None:
+def agreed(world: World, find: Callable[[], Mapping[int, Device | None]]) -> dict[int, int] | None:
     """The CUDA device of each rank of this process, None where all of the job are on the CPU.
 
-    `find` says where this process's ranks are. A collective. Raises what `find` raises on any rank,
-    and ConfigError where some ranks are on CUDA devices and some not, on every rank.
+    `find` says where this process's ranks are, None of one that has nothing anywhere: it goes where
+    the others are. A collective. Raises what `find` raises on any rank, and ConfigError where some
+    ranks are on CUDA devices and some not, on every rank.
     """
     parts = world.agree(
-        lambda: {rank: device.index for rank, device in find().items()}, "finding the devices"
+        lambda: {r: d and (d.kind, d.index) for r, d in find().items()}, "finding the devices"
     )
-    on_cpu = [rank for part in parts for rank, index in part.items() if index is None]
-    if 0 < len(on_cpu) < world.size:
+    known = {rank: where for part in parts for rank, where in part.items() if where}
+    on_cpu = [rank for rank, (_, index) in known.items() if index is None]
+    if 0 < len(on_cpu) < len(known):
         raise ConfigError(
             f"rank {on_cpu[0]} has its parameters on the CPU and others on CUDA devices: "
             "move all of them"
         )
-    everywhere = {rank: index for part in parts for rank, index in part.items()}
-    return None if on_cpu else {rank: everywhere[rank] for rank in world.local}
+    if on_cpu or not known:
+        return None
+    found = {rank: known.get(rank) for rank in world.local}
+    return {
+        rank: torch.cuda.current_device() if where is None else int(where[1] or 0)
+        for rank, where in found.items()
+    }

@@ -12,7 +12,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..costs import Costs
 from ..model.profile import untouched
+from . import device as devices
 from .boundary import Inputs, enter, split_tree
+from .device import Device
 from .memory import Meter
 from .stage import Stage
 
@@ -43,11 +45,12 @@ def layer_costs(stages: Sequence[Stage], microbatch: Any) -> Costs:
     """
     known: dict[str, _Cost] = {}
     costs, boundary = [], []
-    value = microbatch
     modules = [stage.root for stage in stages]
+    home = devices.of(*modules) or Device()
     for stage in stages:
-        stage.begin(None)  # finds its device
-    home = stages[0].device
+        stage.device = home
+    microbatch = home.place(microbatch)
+    value = microbatch
     with home.current(), home.kept_random(), untouched(modules):
         for stage in stages:
             first, last = stage is stages[0], stage is stages[-1]
@@ -89,7 +92,8 @@ def _giver(value: Any, first: bool) -> Callable[[], Inputs]:
 
 def _measure(stage: Stage, give: Callable[[], Inputs], batch: Any) -> _Cost:
     root = stage.root
-    meter = Meter([*root.parameters(), *root.buffers()], allocations=True)
+    given = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    meter = Meter([*root.parameters(), *root.buffers(), *given], allocations=True)
     stage.begin(meter)
     _, held = _run(stage, give(), batch, meter)
     stage.begin(None)

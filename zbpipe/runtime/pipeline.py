@@ -14,7 +14,6 @@ from torch import nn
 
 from ..costs import Costs
 from ..errors import ConfigError, ZbpipeError
-from ..model.hf import unignored
 from ..model.load import load, on_meta
 from ..model.profile import untouched
 from ..model.stages import Layer
@@ -86,7 +85,7 @@ class Pipeline(StagedModule):
         self._world, self._settings = world, settings
         self._layers = [list(stage) for stage in cut.stages]
         self._placement = placement = settings.schedules[0].placement
-        self._tied = tied = [parameter for parameter in cut.tied if parameter.requires_grad]
+        self._tied = tied = list(cut.tied)
         stages = {
             index: Stage(
                 index,
@@ -122,19 +121,19 @@ class Pipeline(StagedModule):
         Raises ConfigError on input that cannot be right and StageError where a rank failed, on
         every rank; after that the pipeline is spent: wrap the model again.
         """
-        return self._step("step", self._input(args, kwargs), target)
+        return self._step("step", lambda: self._input(args, kwargs), target)
 
     def eval_step(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
         """The loss of one global batch, in eval mode and without gradients, on every rank."""
         flags = [(m, m.training) for root in self._roots() for m in root.modules()]
         try:
             self.eval()
-            return self._step("eval_step", self._input(args, kwargs), target)
+            return self._step("eval_step", lambda: self._input(args, kwargs), target)
         finally:
             for module, training in flags:
                 module.training = training
 
-    def _step(self, mode: str, value: Any, target: Any) -> torch.Tensor:
+    def _step(self, mode: str, value: Callable[[], Any], target: Any) -> torch.Tensor:
         if self._crew is not None:
             self._crew.raise_failure()
         if mode not in self._loaded:
@@ -143,7 +142,7 @@ class Pipeline(StagedModule):
         else:
             assert self._crew is not None
             try:
-                run = self._prepare(mode, value, target)
+                run = self._prepare(mode, value(), target)
             except Exception as error:
                 self._crew.fail(self._world.rank, error)
                 raise
@@ -153,12 +152,12 @@ class Pipeline(StagedModule):
         self._last = self._loaded[mode]
         return _total(self._ranks[self._world.rank].losses, self._settings.microbatches)
 
-    def _prepare_together(self, mode: str, value: Any, target: Any) -> Run:
+    def _prepare_together(self, mode: str, value: Callable[[], Any], target: Any) -> Run:
         """The first batch: compared over the control group, since there are no channels yet."""
         prepared: list[Run] = []
 
         def prepare() -> tuple[str, int, str]:
-            prepared.append(self._prepare(mode, value, target))
+            prepared.append(self._prepare(mode, value(), target))
             return prepared[0].key
 
         keys = self._world.agree(prepare, "preparing the first batch")
@@ -185,26 +184,26 @@ class Pipeline(StagedModule):
         targets = batch.microbatches(target, count, size) if target is not None else [None] * count
         weights = [0.0] * count
         if self._last_stage in self._stages:
-            sizes = [size // count + (i < size % count) for i in range(count)]
-            weigh = settings.loss_weight
-            if self._whole is not None and target is None and weigh is None:
-                weights = batch.weights(inputs, sizes, unignored if "labels" in value else None)
-            else:
-                weights = batch.weights(targets, sizes, weigh)
+            weights = batch.loss_weights(
+                self._whole, value, target, (inputs, targets), size, settings.loss_weight
+            )
         digest = batch.digest((value, target)) if self._world.size > 1 else ""
-        autocast, kind = None, self._device(self._world.rank).kind
+        # What threads do not inherit.
+        autocast, kind = None, (self._device(self._world.rank) or Device()).kind
         if torch.is_autocast_enabled(kind):
             autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
         key = (mode, self._steps[mode], digest)
-        return Run(key, inputs, targets, weights, settings.loss_fn, autocast)
+        default = torch.get_default_device()
+        home = None if default.type == "cpu" else default
+        return Run(key, inputs, targets, weights, settings.loss_fn, autocast, home)
 
     def _execute(self, crew: Crew, loaded: Loaded, run: Run) -> None:
-        for rank, runner in self._ranks.items():
-            runner.executor = crew.executors[rank]
-            if rank in crew.cuda:
-                runner.device.after_caller(crew.cuda[rank])
-            runner.begin(loaded.programs[rank], run)
         try:
+            for rank, runner in self._ranks.items():
+                runner.executor = crew.executors[rank]
+                if rank in crew.cuda:
+                    runner.device.after_caller(crew.cuda[rank])
+                runner.begin(loaded.programs[rank], run)
             crew.run(loaded, self._ranks)
         finally:
             for runner in self._ranks.values():
@@ -227,7 +226,7 @@ class Pipeline(StagedModule):
                 threads,
                 lock,
                 self._copies,
-                self._device(rank),
+                self._device(rank) or Device(),
             )
         order = settings.schedules[0]
         programs = {}
@@ -248,10 +247,10 @@ class Pipeline(StagedModule):
         self._loaded = {mode: crew.load(program) for mode, program in programs.items()}
         self._crew = crew
 
-    def _device(self, rank: int) -> Device:
-        """Where a rank of this process has its parameters."""
+    def _device(self, rank: int) -> Device | None:
+        """Where a rank of this process has its parameters and buffers; None if it has none."""
         own = [stage for i, stage in self._stages.items() if self._placement[i] == rank]
-        return devices.of(p for stage in own for p in stage.parameters) or Device()
+        return devices.of(*(stage.root for stage in own))
 
     def _new_crew(self) -> Crew:
         world, settings = self._world, self._settings

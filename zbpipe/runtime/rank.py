@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ..errors import ConfigError
 from ..program import Program
@@ -33,6 +34,7 @@ class Run:
     weights: list[float]
     loss_fn: LossFn | None
     autocast: tuple[str, torch.dtype, bool] | None = None  # device type, dtype, cache
+    home: torch.device | None = None  # the default device, if it is not the CPU
     meter: bool = False
     trial: bool = False  # measures what actions need while they run, too
     hooks: bool = True  # fire post-accumulate-grad hooks
@@ -46,11 +48,14 @@ class Run:
         return self.key[1]
 
     def casting(self) -> AbstractContextManager[Any]:
-        """Autocast as it was where the user called step: threads do not inherit it."""
-        if self.autocast is None:
-            return nullcontext()
-        kind, dtype, cache = self.autocast
-        return torch.autocast(kind, dtype=dtype, cache_enabled=cache)
+        """Autocast and default device as where the user called step: threads inherit neither."""
+        stack = ExitStack()
+        if self.autocast is not None:
+            kind, dtype, cache = self.autocast
+            stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cache))
+        if self.home is not None:
+            stack.enter_context(self.home)
+        return stack
 
 
 @dataclass
@@ -91,8 +96,12 @@ class Rank:
         if run.meter:
             modules = [stage.root for stage in self.stages.values()]
             tensors = [t for m in modules for t in (*m.parameters(), *m.buffers())]
+            # The batch is the user's, whole as long as the step lasts.
+            given = tree_leaves((run.inputs, run.targets))
+            tensors += [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
             self.meter = Meter(tensors, allocations=run.trial)
         for stage in self.stages.values():
+            stage.device = self.device
             stage.begin(self.meter)
             if run.training:
                 stage.widen()
@@ -149,10 +158,11 @@ class Rank:
             # Of a microbatch without weight the loss may be nan.
             self.losses[mb] = (value * weight if weight else torch.zeros_like(value), output.dtype)
             if run.training:
-                stage.keep(mb, [output], weight)
+                stage.keep_loss(mb, output, weight)
             return
         what = f"the output of stage {action.stage}"
         tensors, skeleton = split_tree(output, what)
+        tensors = stage.not_its_own(tensors)
         if run.training:
             stage.keep(mb, tensors)
         self._pass_on(index, action, tensors, (run.key, skeleton))

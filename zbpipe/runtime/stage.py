@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..model.graph import used_directly
 from ..model.rules import Deferred
 from ..model.split import Splitter, fire_hooks, mute_hooks, narrow, widen
-from . import device as devices
 from .boundary import Inputs
 from .device import Device
 from .memory import Held, Meter
@@ -26,7 +26,9 @@ class Microbatch:
 
     entry: Deferred
     inputs: Inputs
-    outputs: list[torch.Tensor] = field(default_factory=list)
+    # Where its backward begins. Not the outputs themselves: nobody may need their numbers.
+    outputs: list[GradientEdge] = field(default_factory=list)
+    loss: torch.Tensor | None = None
     weight: float = 0.0
     stash: list[Held] = field(default_factory=list)
 
@@ -57,7 +59,7 @@ class Stage:
             self.root._modules[name] = module
         self.parameters = list(self.root.parameters())
         self.splitter = Splitter(self.root)
-        self.device = Device()
+        self.device = Device()  # whoever runs the stage says which
         self.meter: Meter | None = None
         self._seed = seed
         self._held: dict[int, Microbatch] = {}
@@ -68,7 +70,7 @@ class Stage:
 
     def begin(self, meter: Meter | None) -> None:
         """Start a step, with nothing held; `meter` counts memory if given."""
-        self.device = devices.of(self.parameters) or self.device
+        self.parameters = list(self.root.parameters())  # the user may have put others in
         self.meter = meter
         self._held.clear()
         self._touched.clear()
@@ -116,20 +118,35 @@ class Stage:
 
     def keep(self, microbatch: int, outputs: list[torch.Tensor], weight: float = 1.0) -> None:
         """Say what `backward` starts from: the outputs that want a gradient, or the loss."""
-        self._held[microbatch].outputs = [t for t in outputs if t.requires_grad]
-        self._held[microbatch].weight = weight
+        outputs = [t for t in outputs if t.requires_grad]
+        held = self._held[microbatch]
+        held.outputs = [get_gradient_edge(t) for t in outputs]
+        held.weight = weight
         if not self._looked:
             # The first microbatch of a step tells for all: a walk over the graph is not free.
             self._looked = True
             self._eager.clear()
-            self._eager.update(used_directly(self._held[microbatch].outputs))
+            self._eager.update(used_directly(outputs))
+
+    def keep_loss(self, microbatch: int, loss: torch.Tensor, weight: float) -> None:
+        """`keep` of the last stage: its loss (0-d), and what it counts in the batch's."""
+        self.keep(microbatch, [loss], weight)
+        if loss.requires_grad:
+            self._held[microbatch].loss = loss.detach()
+
+    def not_its_own(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies of those outputs that are parameters or buffers, which may change before I."""
+        own = {
+            tensor.untyped_storage()._cdata for tensor in (*self.parameters, *self.root.buffers())
+        }
+        return [t.clone() if t.untyped_storage()._cdata in own else t for t in outputs]
 
     def loss_grads(self, microbatch: int) -> list[torch.Tensor | None]:
         """The last stage's gradients: the weight of the microbatch's loss, nothing if it is 0."""
         held = self._held[microbatch]
-        if held.weight == 0.0:
+        if held.weight == 0.0 or held.loss is None:
             return [None] * len(held.outputs)
-        return [torch.full_like(loss, held.weight) for loss in held.outputs]
+        return [torch.full_like(held.loss, held.weight)]
 
     def backward(
         self, microbatch: int, grads: Sequence[torch.Tensor | None], fused: bool

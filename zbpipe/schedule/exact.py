@@ -91,8 +91,16 @@ def _around_a_steady_state(
     few = short(schedule.stages, schedule.microbatches)
     if few is None:
         return found
-    start = find(costs, schedule.placement, few, budget, found.objective, seed=seed)
-    small = improve(start, costs, budget, seconds, seed=seed, workers=workers)
+    start = find(
+        costs,
+        schedule.placement,
+        few,
+        budget,
+        found.objective,
+        seed=seed,
+        time_limit=seconds / 4,
+    )
+    small = improve(start, costs, budget, seconds * 3 / 4, seed=seed, workers=workers)
     best = found
     for longer in stretched(small.schedule, schedule.microbatches):
         if _usable(longer, costs, budget):

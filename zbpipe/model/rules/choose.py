@@ -54,6 +54,8 @@ def rule_for(module: nn.Module, norms: bool = False) -> Rule | str:
                 return f"{option} is set"
         return Rule(embedding) if cls is nn.Embedding else _by_trial(module)
     if cls in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
+        if type(module)._conv_forward is not cls._conv_forward:  # type: ignore[attr-defined]
+            return f"no rule for {type(module).__name__}: it overrides _conv_forward"
         return _conv_rule(module)
     if type(module).__name__.endswith(NAMES):
         return _norm_rule(module, norms)

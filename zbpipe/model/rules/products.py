@@ -189,7 +189,7 @@ class Products(TorchFunctionMode):
 
     def view(self, tensor: Any, dims: int) -> tuple[Parameter, View] | None:
         """The own parameter that `tensor` is, or is a view of, and the view; None if neither."""
-        if not isinstance(tensor, Tensor) or tensor.dim() != dims:
+        if not isinstance(tensor, Tensor) or tensor.dim() != dims or not tensor.requires_grad:
             return None
         parameter = self._own.get(id(tensor), self._own.get(id(tensor._base)))
         if parameter is None or tensor.dtype != parameter.dtype:
