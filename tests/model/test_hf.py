@@ -171,7 +171,7 @@ def test_dropout_is_off_in_evaluation_everywhere() -> None:
     torch.testing.assert_close(value, model.eval()(**inputs).loss.detach(), rtol=1e-5, atol=1e-6)
 
 
-def _tied(world, path: str, steps: int) -> tuple[float, float, list[str]]:
+def _tied(world, path: str, steps: int, thaw: bool) -> tuple[float, float, list[str]]:
     dist.init_process_group(
         "gloo", init_method=f"file://{path}", rank=world.rank, world_size=world.size
     )
@@ -180,7 +180,9 @@ def _tied(world, path: str, steps: int) -> tuple[float, float, list[str]]:
         fired = []
         embedding = model.model.embed_tokens.weight
         embedding.register_post_accumulate_grad_hook(lambda p: fired.append(p.grad.clone()))
+        embedding.requires_grad_(not thaw)
         pipe = zbpipe.wrap(model, microbatches=3, schedule="zb2p", timeout=20)
+        embedding.requires_grad_()
         inputs = batch()
         for _ in range(steps):
             loss = pipe.step(**inputs)
@@ -198,9 +200,10 @@ def _tied(world, path: str, steps: int) -> tuple[float, float, list[str]]:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_tied_embeddings_are_summed_between_processes(count, tmp_path) -> None:
-    outcomes = forked(_tied, count, str(tmp_path / "store"), 2)
+@pytest.mark.parametrize(("count", "thaw"), [(2, False), (3, False), (2, True)])
+def test_tied_embeddings_are_summed_between_processes(count, thaw, tmp_path) -> None:
+    """`thaw`: frozen when the model is wrapped, and not any more when it is trained."""
+    outcomes = forked(_tied, count, str(tmp_path / "store"), 2, thaw)
     held = []
     for outcome in outcomes:
         assert outcome.error is None, [(o.rank, o.trace) for o in outcomes]
