@@ -10,7 +10,7 @@ import threading
 import pytest
 from faking import DeviceRelay, Fake, Gate, Memory, cuda_crew, run_relays
 
-from crews import forked, named
+from crews import forked, named, shared_files
 from zbpipe import _native
 from zbpipe.errors import ConfigError, StageError
 from zbpipe.program import Programs, compile, virtual
@@ -284,6 +284,7 @@ def test_a_killed_process_is_named_and_the_others_streams_run_out(fake, connecti
 def test_streams_that_do_not_run_out_are_left_alone(fake):
     """After an abort a kernel that never ends must not be waited for, nor its memory given back."""
     device = fake()
+    files = shared_files()
     crew, loaded = two(timeout=0.8)
     run_relays(device, crew, loaded, range(2))
     gate = Gate(device)
@@ -298,6 +299,7 @@ def test_streams_that_do_not_run_out_are_left_alone(fake):
         run_relays(device, crew, loaded, range(2, 3), at=hang)
     crew.close()
     assert device.calls("cudaFree") == frees
+    assert shared_files() == files
     gate.open()
     device.settle(streams)
 
