@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
-from faking import DeviceRelay, Fake, Gate, Memory, cuda_crew, run_relays
+from faking import DeviceRelay, Fake, Gate, Memory, compile_fake, cuda_crew, run_relays
 
 from crews import forked, named, shared_files
 from zbpipe import _native
@@ -184,6 +186,19 @@ def test_without_a_runtime_the_error_says_what_to_do(monkeypatch):
     monkeypatch.setenv("ZBPIPE_CUDART", "/nowhere/libcudart.so")
     with pytest.raises(RuntimeError, match=r"set ZBPIPE_CUDART.*tried: /nowhere"):
         _native.cuda.Device(_native.Board.create(1), 0, 0)
+
+
+def test_the_runtime_that_is_loaded_already_is_taken(tmp_path):
+    library = compile_fake(tmp_path, "-Wl,-soname,libcudart.so.12")
+    code = (
+        f"import ctypes; held = ctypes.CDLL({str(library)!r}); from zbpipe import _native; "
+        "probe = _native.cuda.probe(); print(probe['library'], len(probe['devices']))"
+    )
+    settings = {name: value for name, value in os.environ.items() if name != "ZBPIPE_CUDART"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=settings, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "libcudart.so.12 2\n"
 
 
 def test_links_and_programs_must_fit(fake):
