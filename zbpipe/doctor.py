@@ -88,21 +88,28 @@ def _cuda(native: Any) -> tuple[dict[str, Any] | None, list[Finding]]:
     try:
         probe: dict[str, Any] = native.cuda.probe()
     except RuntimeError as error:
-        return None, [
-            Finding(
-                "CUDA runtime",
-                False,
-                str(error),
-                "pip install nvidia-cuda-runtime (CUDA 13) or nvidia-cuda-runtime-cu12, and set "
-                "ZBPIPE_CUDART to its libcudart.so; only CUDA devices need it",
-            )
-        ]
+        bundled = _bundled()
+        fix = (
+            f"import torch first, which loads {bundled}, or set ZBPIPE_CUDART to that"
+            if bundled
+            else "pip install nvidia-cuda-runtime (CUDA 13) or nvidia-cuda-runtime-cu12, and set "
+            "ZBPIPE_CUDART to its libcudart.so; only CUDA devices need it"
+        )
+        return None, [Finding("CUDA runtime", False, str(error), fix)]
     found = [
         Finding("CUDA runtime", True, f"{_version(probe['runtime'])}, {probe['library']}"),
         _driver(probe),
         *_devices(probe),
     ]
     return probe, found
+
+
+def _bundled() -> Path | None:
+    """The CUDA runtime among the packages that torch for CUDA brings along."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    found = sorted(p for f in folders for p in Path(f).glob("*/lib/libcudart.so.1[23]"))
+    return found[-1] if found else None
 
 
 def _version(number: int) -> str:

@@ -318,13 +318,15 @@ void CudaDevice::measure(std::vector<Times>& times) {
 }
 
 void CudaDevice::close() {
-  if (lost_) return;
   try {
-    give_back();
+    if (!lost_) give_back();
   } catch (const std::exception& e) {
     lost_ = true;
     board_->abort({rank_, Tag{}, 'r', std::string("while the pipeline was closed: ") + e.what()});
   }
+  // No descriptor is left behind, whatever has to stay mapped.
+  for (auto& link : out_) link->words()->seal();
+  for (auto& link : in_) link->words()->seal();
 }
 
 void CudaDevice::give_back() {

@@ -95,6 +95,7 @@ OutLink::~OutLink() {
   if (closed_) return;
   leak(slots_);
   leak(outgrown_);
+  words_->seal();
   new std::shared_ptr<LinkWords>(std::move(words_));
 }
 
@@ -202,6 +203,7 @@ InLink::~InLink() {
   if (closed_) return;
   leak(slots_);
   leak(outgrown_);
+  words_->seal();
   new std::shared_ptr<LinkWords>(std::move(words_));
 }
 

@@ -43,7 +43,12 @@ class LinkWords {
  public:
   LinkWords(std::shared_ptr<const Runtime> runtime, std::shared_ptr<File> file, int slots);
 
-  int fd() const { return file_->fd(); }
+  int fd() const {
+    ZB_CHECK(file_ != nullptr, "these words are sealed");
+    return file_->fd();
+  }
+  /// Closes the descriptor; what is mapped stays.
+  void seal() { file_.reset(); }
   int slots() const { return slots_; }
   LinkSlot& operator[](int slot) const { return at_[slot]; }
   /// Where the device finds a word of this memory.
@@ -135,6 +140,7 @@ class InLink {
   InLink(const InLink&) = delete;
   InLink& operator=(const InLink&) = delete;
 
+  const std::shared_ptr<LinkWords>& words() const { return words_; }
   int slots() const { return words_->slots(); }
   int peer() const { return peer_; }
   /// Gives slots the memory that the sender asks for.

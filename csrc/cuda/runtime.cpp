@@ -27,10 +27,14 @@ std::shared_ptr<const Runtime> Runtime::load() {
   if (given != nullptr && *given != 0) names = {given};
   std::shared_ptr<Runtime> runtime(new Runtime());
   std::string tried;
-  for (const std::string& name : names) {
-    if (!runtime->open(name, tried)) continue;
-    runtime->resolve();
-    return runtime;
+  // First what torch has loaded already: two runtimes in one process would be two sets of defaults,
+  // and the other one may be newer than the driver.
+  for (int extra : {RTLD_NOLOAD, 0}) {
+    for (const std::string& name : names) {
+      if (!runtime->open(name, extra, tried)) continue;
+      runtime->resolve();
+      return runtime;
+    }
   }
   throw std::runtime_error(
       "no CUDA runtime could be loaded: install CUDA 12 or 13, or set ZBPIPE_CUDART to the path of "
@@ -38,10 +42,10 @@ std::shared_ptr<const Runtime> Runtime::load() {
       tried + ")");
 }
 
-bool Runtime::open(const std::string& name, std::string& tried) {
-  runtime_ = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
+bool Runtime::open(const std::string& name, int flags, std::string& tried) {
+  runtime_ = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL | flags);
   if (runtime_ == nullptr) {
-    tried += " " + last_error() + ";";
+    if (flags == 0) tried += " " + last_error() + ";";
     return false;
   }
   library_ = name;

@@ -13,9 +13,9 @@ namespace zb::cuda {
 /// handlers of its own, and torch may use it too.
 class Runtime {
  public:
-  /// Loads $ZBPIPE_CUDART, else libcudart.so.13, else .12; the driver's functions come from the
-  /// same library if it has them, else from libcuda.so.1. Throws with what was tried and why it
-  /// failed.
+  /// Loads $ZBPIPE_CUDART, else libcudart.so.13, else .12, of these first what is loaded already;
+  /// the driver's functions come from the same library if it has them, else from libcuda.so.1.
+  /// Throws with what was tried and why it failed.
   static std::shared_ptr<const Runtime> load();
   Runtime(const Runtime&) = delete;
   Runtime& operator=(const Runtime&) = delete;
@@ -38,7 +38,7 @@ class Runtime {
 
  private:
   Runtime() = default;
-  bool open(const std::string& name, std::string& tried);
+  bool open(const std::string& name, int flags, std::string& tried);
   void resolve();
 
   void* runtime_ = nullptr;

@@ -31,6 +31,16 @@ def test_without_a_runtime_the_cpu_works_and_the_fix_is_said(capsys, monkeypatch
     assert not found["transport ipc"]["ok"]
 
 
+def test_a_runtime_that_torch_brought_along_is_pointed_to(capsys, monkeypatch, tmp_path):
+    library = tmp_path / "nvidia" / "cu13" / "lib" / "libcudart.so.13"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("ZBPIPE_CUDART", NOWHERE["ZBPIPE_CUDART"])
+    _, found, _ = findings(capsys)
+    assert str(library) in found["CUDA runtime"]["fix"]
+
+
 def test_every_missing_thing_has_a_fix_and_nothing_else_has(capsys, monkeypatch):
     monkeypatch.setenv("ZBPIPE_CUDART", NOWHERE["ZBPIPE_CUDART"])
     _, found, _ = findings(capsys)

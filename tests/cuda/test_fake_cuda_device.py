@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
-from faking import DeviceRelay, Fake, Gate, Memory, cuda_crew, run_relays
+from faking import DeviceRelay, Fake, Gate, Memory, compile_fake, cuda_crew, run_relays
 
-from crews import forked, named
+from crews import forked, named, shared_files
 from zbpipe import _native
 from zbpipe.errors import ConfigError, StageError
 from zbpipe.program import Programs, compile, virtual
@@ -186,6 +188,19 @@ def test_without_a_runtime_the_error_says_what_to_do(monkeypatch):
         _native.cuda.Device(_native.Board.create(1), 0, 0)
 
 
+def test_the_runtime_that_is_loaded_already_is_taken(tmp_path):
+    library = compile_fake(tmp_path, "-Wl,-soname,libcudart.so.12")
+    code = (
+        f"import ctypes; held = ctypes.CDLL({str(library)!r}); from zbpipe import _native; "
+        "probe = _native.cuda.probe(); print(probe['library'], len(probe['devices']))"
+    )
+    settings = {name: value for name, value in os.environ.items() if name != "ZBPIPE_CUDART"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=settings, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "libcudart.so.12 2\n"
+
+
 def test_links_and_programs_must_fit(fake):
     fake()
     board = _native.Board.create(2)
@@ -284,6 +299,7 @@ def test_a_killed_process_is_named_and_the_others_streams_run_out(fake, connecti
 def test_streams_that_do_not_run_out_are_left_alone(fake):
     """After an abort a kernel that never ends must not be waited for, nor its memory given back."""
     device = fake()
+    files = shared_files()
     crew, loaded = two(timeout=0.8)
     run_relays(device, crew, loaded, range(2))
     gate = Gate(device)
@@ -298,6 +314,7 @@ def test_streams_that_do_not_run_out_are_left_alone(fake):
         run_relays(device, crew, loaded, range(2, 3), at=hang)
     crew.close()
     assert device.calls("cudaFree") == frees
+    assert shared_files() == files
     gate.open()
     device.settle(streams)
 
