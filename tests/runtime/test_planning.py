@@ -41,8 +41,8 @@ def test_example_measures_costs_and_leaves_no_trace() -> None:
     assert len(fired) == len(list(model.parameters()))
     assert pipe.plan.costs.source == "profiled"
     costs = pipe.plan.costs
-    assert min(costs.forward + costs.input_grad + costs.act) > 0
-    assert max(costs.stash) > 0 and max(costs.boundary) > 0
+    assert min(costs.forward + costs.input_grad) > 0
+    assert min(max(costs.act), max(costs.stash), max(costs.boundary)) > 0
     want, _ = reference(case, 4)
     for p, q in zip(model.parameters(), want.parameters(), strict=True):
         torch.testing.assert_close(p.grad - 1, q.grad, rtol=1e-10, atol=1e-12)
