@@ -257,7 +257,7 @@ def ahead(world: World, device: Fake) -> None:
             if action == Action(1, "W", 3):
                 gate.hold(crew.executors[1].stream(0))
 
-        thread = threading.Thread(target=wait)
+        thread = threading.Thread(target=wait, daemon=True)
         thread.start()
         run_relays(device, crew, loaded, range(2, 3), at=hold)
         thread.join()
@@ -267,9 +267,9 @@ def ahead(world: World, device: Fake) -> None:
     assert device.reports() == []
 
 
-@pytest.mark.parametrize("connections", [1, 8])
-def test_there_is_no_barrier_between_steps(fake, connections):
-    for outcome in forked(ahead, 2, fake(connections)):
+def test_there_is_no_barrier_between_steps(fake):
+    # A queue a stream: behind the gate, a queue that streams share would hold up more than W.
+    for outcome in forked(ahead, 2, fake(8)):
         outcome.get()
 
 

@@ -105,7 +105,7 @@ Stream* Process::make_stream(int device) {
   std::fill(stream->fault_at, stream->fault_at + kFaults, -1);
   stream->actor = universe.take_actor();
   std::lock_guard<std::mutex> guard(mutex);
-  auto& queue = queues_[device * 32 + made++ % connections];
+  auto& queue = queues_[device * 32 + streams_++ % connections];
   if (!queue) {
     queue = std::make_unique<Queue>();
     std::thread([this, q = queue.get()] { run(*q); }).detach();

@@ -131,6 +131,7 @@ class Process {
   void run(Queue& queue);
   void perform(Op& op);
   void expect(const std::vector<const void*>& uses, int more);
+  int streams_ = 0;
   std::map<int, std::unique_ptr<Queue>> queues_;
 };
 
