@@ -28,3 +28,14 @@ def test_editable() -> None:
     code = "import zbpipe.kernels as k; print(k.__file__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert Path(done.stdout.strip()).is_file()
+
+
+def test_a_checkout_on_the_path() -> None:
+    """Without any site-packages, so that no editable install helps; planning needs none of them."""
+    code = "import zbpipe.kernels; print(zbpipe.kernels.__file__)"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()) == ROOT / "kernels" / "__init__.py"
