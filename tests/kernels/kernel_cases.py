@@ -1,11 +1,13 @@
 """The Triton kernels, in Triton's interpreter or on a GPU; test_kernels.py runs this file.
 
 Errors are relative to the largest value of the fp64 reference. Tolerances: fp32 sums of these sizes
-were off by 3e-7 at most; a 16-bit result is rounded once, by 2⁻⁹ or 2⁻¹².
+were off by 3e-7 at most; a 16-bit result is rounded once, by 2⁻⁹ or 2⁻¹². Tensor cores truncate as
+they add products of 16-bit operands: ten times as much is allowed there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -40,6 +42,14 @@ TOLERANCES = [
 ]
 DTYPES = [dtype for dtype, _, _ in TOLERANCES]
 SUM = (1e-6, 1e-6)
+
+
+def sum_of_products(dtype: torch.dtype) -> tuple[float, float]:
+    """(atol, rtol) of a product's fp32 sum."""
+    truncated = DEVICE == "cuda" and dtype != torch.float32
+    return (1e-5, 1e-5) if truncated else SUM
+
+
 # Around the tile edges 16, 32 and 128, and no multiples of 16; with 48 × 64 TMA can address all.
 SHAPES = [(1, 1, 1), (17, 1, 33), (1, 17, 127), (129, 16, 32), (127, 129, 17), (40, 48, 64)]
 TMA = tables.Config(16, 16, 32, 4, 2, "small, for the interpreter", tma=True, group=2)
@@ -108,7 +118,7 @@ def test_wgrad(shape, dtype) -> None:
     dY, X, dW = draw(rows, outs, dtype=dtype), draw(rows, ins, dtype=dtype, seed=1), draw(outs, ins)
     want = wgrad.reference(dW, dY, X)
     assert wgrad.wgrad(dW, dY, X) is dW
-    assert_close(dW, want, *SUM)
+    assert_close(dW, want, *sum_of_products(dtype))
 
 
 @settings(max_examples=60)
@@ -133,7 +143,7 @@ def test_a_group_has_the_bits_of_its_microbatches(rows, slots, numbers, dtype, c
         slot = (first + step) % slots
         wgrad.wgrad(apart, dY[slot], X[slot], config=config)
     assert torch.equal(together, apart)
-    assert_close(together, want, *SUM)
+    assert_close(together, want, *sum_of_products(dtype))
 
 
 def test_descriptors_and_pointers_give_the_same_bits() -> None:
@@ -186,7 +196,7 @@ def test_experts_have_the_bits_of_wgrad_for_each(counts, spare, sizes, dtype) ->
         own = slice(end - counts[expert], end)
         wgrad.wgrad(apart[expert], dY[own], X[own], config=POINTERS)
     assert torch.equal(together, apart)
-    assert_close(together, want, *SUM)
+    assert_close(together, want, *sum_of_products(dtype))
 
 
 # --- sums over rows ---------------------------------------------------------------------------
@@ -260,12 +270,22 @@ def test_embedding_grad(padding_idx, tokens, width, dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dispatch_runs_the_kernels_as_torch_would(dtype, monkeypatch) -> None:
     launched = []
+    inside = []
+
+    @contextlib.contextmanager
+    def on_device_of(tensor):
+        inside.append(tensor)
+        yield
+        inside.pop()
+
+    monkeypatch.setattr(dispatch, "_on_device_of", on_device_of)
     for module in (dgrad, wgrad, expert_wgrad, bias_grad, norm_dgrad, norm_wgrad, embedding_grad):
         name = module.__name__.rpartition(".")[2]
         plain = getattr(module, name)
 
         def counted(*args, plain=plain, name=name, **kwargs):
             launched.append(name)
+            assert any(inside[-1] is arg for arg in args), name
             return plain(*args, **kwargs)
 
         monkeypatch.setattr(module, name, counted)

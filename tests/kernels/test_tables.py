@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import sys
+import types
 
 import pytest
 import torch
@@ -90,13 +93,81 @@ def test_only_devices_with_tables_are_taken(monkeypatch) -> None:
         assert target.architecture(torch.device("cuda", 0)) == architecture
 
 
+def test_before_sm_80_torch_computes(monkeypatch) -> None:
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(target, "has_triton", lambda: True)
+    for capability, able in (((7, 0), False), ((7, 5), False), ((8, 0), True), ((10, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        on_device = types.SimpleNamespace(device=device, is_cuda=True)
+        assert dispatch._by_triton(on_device) == able
+        names = dispatch.names(device, torch.bfloat16, SHAPE)
+        assert (names["wgrad"] == names["dgrad"] == "torch on cuda") == (not able)
+    monkeypatch.setattr(target, "has_triton", lambda: False)
+    assert not dispatch._by_triton(on_device)
+    assert not target.has_kernels(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("version", "new"),
+    [("3.2.0", False), ("3.3.1", False), ("3.5.0", False), ("3.6.0", True), ("3.10.1+git", True)],
+)
+def test_an_old_triton_is_none(monkeypatch, version, new) -> None:
+    monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__=version))
+    assert target.has_triton.__wrapped__() == new
+
+
+def test_no_triton_is_none(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert not target.has_triton.__wrapped__()
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What `choose` is asked on sm_90, where Triton would run."""
+    calls = []
+    plain = tables.choose
+
+    def choose(kernel, architecture, dtype, shape, descriptors):
+        calls.append((kernel, shape, descriptors))
+        config = plain(kernel, architecture, dtype, shape, descriptors)
+        return dataclasses.replace(config, triton=False)
+
+    monkeypatch.setattr(dispatch.tables, "choose", choose)
+    monkeypatch.setattr(dispatch, "has_kernels", lambda device: True)
+    monkeypatch.setattr(dispatch, "architecture", lambda device: 90)
+    return calls
+
+
+@pytest.mark.parametrize(("ins", "able"), [(24, True), (20, False)])
+def test_the_result_must_be_addressable_too(asked, ins, able) -> None:
+    W = torch.zeros(16, 32, dtype=torch.bfloat16)[:, :ins]
+    dispatch.dgrad(torch.zeros(5, 16, dtype=torch.bfloat16), W)
+    assert target.can_use_descriptors(W) and asked == [("dgrad", (5, 16, ins), able)]
+
+
+@pytest.mark.parametrize(("outs", "able"), [(16, True), (20, False)])
+def test_the_names_are_of_what_dispatch_chooses(asked, outs, able) -> None:
+    rows, ins = 6, 32
+    dY, X = (torch.zeros(rows, n, dtype=torch.bfloat16) for n in (outs, ins))
+    for transposed in (False, True):
+        weight = torch.zeros((ins, outs) if transposed else (outs, ins), dtype=torch.bfloat16)
+        dispatch.dgrad(dY, weight.t() if transposed else weight)
+        dispatch.wgrad_(weight.float(), *((X, dY) if transposed else (dY, X)))
+        run = asked[:]
+        asked.clear()
+        dispatch.names(dY.device, dY.dtype, (rows, outs, ins), transposed)
+        assert asked == run
+        assert [call[2] for call in asked] == [able and not transposed, able]
+        asked.clear()
+
+
 def test_the_names_say_what_runs_and_how_that_was_found(monkeypatch) -> None:
     on_cpu = dispatch.names(torch.device("cpu"), torch.bfloat16, SHAPE)
     assert on_cpu == {"dgrad": "torch on cpu", "wgrad": "torch on cpu"}
     monkeypatch.setattr(dispatch, "architecture", lambda device: 90)
-    monkeypatch.setattr(dispatch, "has_triton", lambda: True)
+    monkeypatch.setattr(dispatch, "has_kernels", lambda device: True)
     found = dispatch.names(torch.device("cuda"), torch.bfloat16, SHAPE)
     assert found["dgrad"].startswith("cuBLAS (") and found["wgrad"].startswith("Triton (")
     assert all("not yet run" in name for name in found.values())
-    monkeypatch.setattr(dispatch, "has_triton", lambda: False)
+    monkeypatch.setattr(dispatch, "has_kernels", lambda device: False)
     assert dispatch.names(torch.device("cuda"), torch.bfloat16, SHAPE)["wgrad"] == "torch on cuda"
