@@ -6,6 +6,7 @@ import dataclasses
 import json
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -74,6 +75,70 @@ def test_a_measured_entry_that_the_operands_cannot_use_is_passed_over(written) -
 def test_an_entry_of_another_case_does_not_count(written, change) -> None:
     written(entry(2048, "other", **change))
     assert choose(2048) == tables.DEFAULTS["wgrad", 90, 16, True].how
+
+
+def test_an_entry_without_tiles_is_passed_over_by_who_needs_them(written) -> None:
+    """Where cuBLAS won, tune enters no tiles; a launcher that is called all the same needs some."""
+    none = dataclasses.asdict(tables.Config(0, 0, 0, 0, 0, "cuBLAS won", triton=False))
+    shape = (2048, 4096, 11008)
+    written(entry(2048, "a", config=none))
+    assert choose(2048) == "cuBLAS won"
+    default = tables.DEFAULTS["wgrad", 90, 16, True]
+    assert tables.choose("wgrad", 90, torch.bfloat16, shape, True, need_tiles=True) == default
+    written(entry(2048, "a", config=none), entry(8192, "b"))
+    assert tables.choose("wgrad", 90, torch.bfloat16, shape, True, need_tiles=True).how == "b"
+
+
+def test_the_roofline_reads_what_tune_wrote(written, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
+    import roofline
+
+    how = {"how": "fastest of 9 on NVIDIA H200, torch 2.13"}
+    none = dataclasses.asdict(tables.Config(0, 0, 0, 0, 0, "", triton=False)) | how
+    seconds = {"seconds": 2.0, "cublas_seconds": 2.0}
+    written(*(entry(2048, "", kernel=k, config=none) | seconds for k in ("dgrad", "wgrad")))
+    found = roofline.measured("H200")
+    assert found["dgrad", "bfloat16", 2048, 4096, 11008] == {"measured_s": 2.0, "cublas_s": 2.0}
+    assert len(found) == 2 and not roofline.measured("H100")
+    for kernel in ("dgrad", "wgrad"):  # where cuBLAS won, the default's tiles are counted
+        tile = tables.DEFAULTS[kernel, 90, 16, True]
+        work = roofline.product(kernel, "bf16", 2048, 4096, 11008)
+        tall = 2048 // tile.rows if kernel == "dgrad" else 4096 // tile.outs
+        assert (
+            work.programs == tall * 11008 // tile.ins and work.case == f"{kernel}_tma sm_90a bf16"
+        )
+
+
+@pytest.mark.parametrize("kernel", ["dgrad", "wgrad"])
+def test_ragged_widths_have_tiles_of_their_own(kernel) -> None:
+    def chosen(dtype: torch.dtype, outs: int, ins: int, descriptors: bool) -> tables.Config:
+        return tables.choose(kernel, 90, dtype, (2048, outs, ins), descriptors)
+
+    for outs, ins in ((50257, 4096), (4096, 11001), (4096, 4104)):
+        assert chosen(torch.float16, outs, ins, False) == tables.RAGGED[kernel]
+        assert chosen(torch.float16, outs, ins, True).tma
+        assert chosen(torch.float32, outs, ins, False) == tables.DEFAULTS[kernel, 90, 32, False]
+    assert chosen(torch.float16, 4096, 4112, False) == tables.DEFAULTS[kernel, 90, 16, False]
+
+
+@pytest.mark.parametrize("architecture", target.SUPPORTED)
+@pytest.mark.parametrize("descriptors", [True, False])
+def test_cublas_adds_where_triton_has_fewer_tiles_than_sms(architecture, descriptors) -> None:
+    sms = {80: 108, 90: 132, 100: 148}[architecture]
+
+    def chosen(outs: int, ins: int) -> tables.Config:
+        shape = (2048, outs, ins)
+        return tables.choose("wgrad", architecture, torch.bfloat16, shape, descriptors)
+
+    tile = chosen(10**5, 10**5)
+    assert tile.triton
+    few, enough = chosen((sms - 1) * tile.outs, tile.ins), chosen(sms * tile.outs, tile.ins)
+    assert not few.triton and f"{sms - 1} tiles for {sms} SMs" in few.how
+    assert enough == tile and not chosen(1, tile.ins).triton
+    assert chosen((sms - 1) * tile.outs + 16, tile.ins) == tile  # part of one more tile
+    shape = (2048, 16, 16)
+    tiles = tables.choose("wgrad", architecture, torch.float16, shape, descriptors, need_tiles=True)
+    assert tiles.rows and tiles.outs and tiles.ins
 
 
 def test_tensors_that_descriptors_cannot_address() -> None:
