@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
+import json
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from triton.compiler.errors import CompilationError
 
 from zbpipe.errors import ConfigError
 from zbpipe.kernels import (
@@ -342,6 +345,49 @@ def test_tune_enters_the_fastest_of_right_candidates(kernel, winner) -> None:
     assert entry["config"]["triton"] == (winner > 0)
     assert (entry["rows"], entry["outs"], entry["ins"]) == (40, 48, 64)
     assert len(timed) > 5 and f"fastest of {len(timed)}" in entry["config"]["how"]
+
+
+@pytest.mark.parametrize("kernel", tune.KERNELS)
+def test_tune_passes_over_what_triton_cannot_compile(kernel, monkeypatch, capsys) -> None:
+    module = {"dgrad": dgrad, "wgrad": wgrad}[kernel]
+    plain, asked = getattr(module, kernel), []
+
+    def failing(*args, config):
+        asked.append(config)
+        if len(asked) == 1:
+            raise CompilationError(None, None, "too large a tile")
+        return plain(*args, config=config)
+
+    monkeypatch.setattr(module, kernel, failing)
+    entry = tune.measure(kernel, (40, 48, 64), torch.bfloat16, DEVICE, lambda call: 1.0)
+    assert len(asked) > 5 and f"fastest of {len(set(asked))} on" in entry["config"]["how"]
+    said = capsys.readouterr().err
+    assert f"{kernel} torch.bfloat16 (40, 48, 64)" in said and "too large a tile" in said
+
+
+def test_what_tune_enters_can_be_launched(tmp_path, monkeypatch) -> None:
+    """Also where cuBLAS won and the entry has no tiles; with tiles from the tables."""
+    path, timed = tmp_path / "measured.json", itertools.count()
+    for kernel in tune.KERNELS:
+        won = tune.measure(kernel, (40, 48, 64), torch.bfloat16, DEVICE, lambda _: next(timed))
+        assert won["config"]["rows"] == 0 and not won["config"]["triton"]
+        tune.enter(won, path)
+    monkeypatch.setattr(tables, "measured", lambda: tuple(json.loads(path.read_text())["entries"]))
+    for module in (dgrad, wgrad, expert_wgrad):
+        monkeypatch.setattr(module, "interpreting", lambda: False)
+    tables.choose.cache_clear()
+    dY, X, W = (draw(*s, dtype=torch.bfloat16) for s in ((40, 48), (40, 64), (48, 64)))
+    dW, experts = draw(48, 64), draw(1, 48, 64)
+    want = [
+        wgrad.reference(dW, dY, X),
+        expert_wgrad.reference(experts, dY, X, torch.tensor([40])),
+    ]
+    wgrad.wgrad(dW, dY, X)
+    expert_wgrad.expert_wgrad(experts, dY, X, torch.tensor([40]).int().to(DEVICE))
+    tables.choose.cache_clear()
+    for got, wanted in zip((dW, experts), want, strict=True):
+        assert_close(got, wanted, *sum_of_products(torch.bfloat16))
+    assert_close(dgrad.dgrad(dY, W), dgrad.reference(dY, W), 1e-2, 1e-2)
 
 
 def test_tune_refuses_a_wrong_candidate(monkeypatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from zbpipe.errors import ConfigError
-from zbpipe.kernels import dispatch, tables, target
+from zbpipe.kernels import dispatch, tables, target, tune
 
 SHAPE = (2048, 4096, 11008)
 
@@ -139,6 +139,43 @@ def test_cublas_adds_where_triton_has_fewer_tiles_than_sms(architecture, descrip
     shape = (2048, 16, 16)
     tiles = tables.choose("wgrad", architecture, torch.float16, shape, descriptors, need_tiles=True)
     assert tiles.rows and tiles.outs and tiles.ins
+
+
+def test_tune_replaces_the_entry_of_the_same_case_only(tmp_path) -> None:
+    path = tmp_path / "measured.json"
+    others = [{"rows": 4096}, {"outs": 8192}, {"ins": 1}, {"kernel": "dgrad"}]
+    others += [{"architecture": 80}, {"dtype": "float16"}]
+    tune.enter(entry(2048, "a"), path)
+    for other in others:
+        tune.enter(entry(2048, "a") | other, path)
+    tune.enter(entry(2048, "b"), path)
+    found = json.loads(path.read_text())["entries"]
+    assert found == [*(entry(2048, "a") | other for other in others), entry(2048, "b")]
+    assert [p.name for p in tmp_path.iterdir()] == ["measured.json"]
+
+
+def run_tune(monkeypatch, path, measure, *arguments: str) -> int:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(tune, "measure", measure)
+    monkeypatch.setattr("sys.argv", ["tune", "--json", str(path), *arguments])
+    return tune.main()
+
+
+def test_tune_keeps_what_it_measured_before_a_case_fails(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "measured.json"
+    tune.enter(entry(1, "before"), path)
+
+    def measure(kernel, shape, dtype):
+        if shape[0] == 64:
+            raise RuntimeError("out of memory")
+        found = entry(shape[0], "new", kernel=kernel, outs=shape[1], ins=shape[2])
+        return found | {"seconds": 1.0, "cublas_seconds": 2.0}
+
+    shapes = ["--shapes", "16x32", "--kernels", "dgrad", "--rows", "32", "64", "128"]
+    with pytest.raises(RuntimeError, match="dgrad bf16 64 × 16x32: RuntimeError: out of memory"):
+        run_tune(monkeypatch, path, measure, *shapes)
+    found = json.loads(path.read_text())["entries"]
+    assert [(e["rows"], e["config"]["how"]) for e in found] == [(1, "before"), (32, "new")]
 
 
 def test_tensors_that_descriptors_cannot_address() -> None:
