@@ -4,7 +4,7 @@ FLOPs and bytes are the least that the operation needs; `bound_s` is the larger 
 bytes ÷ bandwidth. `waves` is how often all SMs are filled, at the blocks an SM that registers and
 shared memory allow (kernels/COMPILED.md). Some SMs have one program more than others: `balance` is
 the mean number ÷ the largest, and `bound_s` ÷ `balance` is what can be hoped for. Where
-bench/results/kernels.json (`python -m zbpipe.kernels.tune --json`) has the case, its seconds stand
+kernels/measured.json, which `python -m zbpipe.kernels.tune` writes, has the case, its seconds stand
 beside. Not yet run on a GPU.
 
     python bench/roofline.py --json roofline.json
@@ -25,7 +25,6 @@ import torch
 from zbpipe.kernels import tables
 from zbpipe.kernels.recorded import recorded
 
-RESULTS = Path(__file__).with_name("results") / "kernels.json"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # Llama 3 8B and 70B: attention, up, down; and a layer too small to fill the device.
 LAYERS = ((4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192), (1024, 1024))
@@ -63,10 +62,11 @@ class Work:
 
 
 def product(kernel: str, dtype: str, rows: int, outs: int, ins: int, count: int = 1) -> Work:
-    """dgrad or wgrad as the tables run it; `count` microbatches in one launch."""
+    """dgrad or wgrad with the tiles of the tables; `count` microbatches in one launch."""
     size = DTYPES[dtype].itemsize
     able = outs * size % 16 == 0 and ins * size % 16 == 0
-    config = tables.choose(kernel, ARCHITECTURE, DTYPES[dtype], (rows, outs, ins), able)
+    shape = (rows, outs, ins)
+    config = tables.choose(kernel, ARCHITECTURE, DTYPES[dtype], shape, able, need_tiles=True)
     if kernel == "dgrad":
         moved = size * (rows * outs + outs * ins + rows * ins)
         programs = math.ceil(rows / config.rows) * math.ceil(ins / config.ins)
@@ -129,15 +129,12 @@ def row(
 
 def measured(name: str) -> dict[tuple[Any, ...], dict[str, float]]:
     """(kernel, dtype, rows, outs, ins) → measured seconds on the device of that name, if any."""
-    if not RESULTS.exists():
-        return {}
-    entries = json.loads(RESULTS.read_text())["entries"]
     return {
         (e["kernel"], e["dtype"], e["rows"], e["outs"], e["ins"]): {
             "measured_s": e["seconds"],
             "cublas_s": e["cublas_seconds"],
         }
-        for e in entries
+        for e in tables.measured()
         if name in e["config"]["how"]
     }
 

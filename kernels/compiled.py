@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,11 @@ FP32 = ("dW", "mean", "rstd", "parts", "parts_w", "parts_b", "total")
 
 @dataclass(frozen=True)
 class Case:
-    """One compilation: a kernel, its arguments' types, its constants."""
+    """One compilation: a kernel, its arguments' types, its constants.
+
+    `variant`: "" if widths and strides are multiples of 16 and W lies (outs, ins), as most are;
+    "ragged" if they are not; "turned" if W lies the other way. Pointers are aligned to 16 bytes.
+    """
 
     kernel: Any
     architecture: int
@@ -58,12 +62,14 @@ class Case:
     constants: dict[str, Any]
     warps: int
     stages: int
+    variant: str = ""
 
     @property
     def name(self) -> str:
-        """As in COMPILED.md: kernel, target, dtype."""
+        """As in COMPILED.md: kernel and variant, target, dtype."""
         suffix = "" if self.architecture == 80 else "a"
         kernel = self.kernel.fn.__name__.removesuffix("_kernel")
+        kernel += f"_{self.variant}" if self.variant else ""
         return f"{kernel} sm_{self.architecture}{suffix} {self.dtype}"
 
     @property
@@ -99,7 +105,9 @@ def cases() -> Iterator[Case]:
     """Every kernel for every target and dtype, with the tables' defaults."""
     for architecture in SUPPORTED:
         for dtype in DTYPES:
-            yield from _products(architecture, dtype)
+            for case in _products(architecture, dtype):
+                yield case
+                yield from _variants(case)
             yield from _sums(architecture, dtype)
 
 
@@ -128,6 +136,21 @@ def _products(architecture: int, dtype: str) -> Iterator[Case]:
                 descriptors if tma else pointers, architecture, dtype, types, constants,
                 config.warps, config.stages,
             )  # fmt: skip
+
+
+def _variants(case: Case) -> Iterator[Case]:
+    """A product through pointers, as other shapes and layouts have it compiled once more."""
+    if case.types:
+        return
+    ragged = replace(case, variant="ragged")
+    if case.dtype != "fp32":
+        config = tables.RAGGED["dgrad" if case.kernel is dgrad.dgrad_kernel else "wgrad"]
+        constants = {k: config.meta().get(k, v) for k, v in case.constants.items()}
+        ragged = replace(ragged, constants=constants, warps=config.warps, stages=config.stages)
+    yield ragged
+    if "stride_wi" in case.constants:
+        constants = {k: v for k, v in case.constants.items() if k != "stride_wi"}
+        yield replace(case, variant="turned", constants=constants | {"stride_wo": 1})
 
 
 def _descriptors(name: str, dtype: str, config: tables.Config) -> dict[str, str]:
@@ -185,7 +208,8 @@ def compile_case(case: Case) -> Report:
     """Compile it for its target and read the machine code."""
     names = case.kernel.arg_names
     types = {name: _type(case, name) for name in names}
-    aligned = [i for i, n in enumerate(names) if types[n][0] in "*i" and n not in ODD]
+    multiples = "*" if case.variant == "ragged" else "*i"
+    aligned = [i for i, n in enumerate(names) if types[n][0] in multiples and n not in ODD]
     source = ASTSource(
         fn=case.kernel,
         signature=types,

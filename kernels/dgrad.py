@@ -83,7 +83,8 @@ def dgrad(
     able = can_use_descriptors(dY, W, dX)
     if config is None:
         shape = (rows, outs, ins)
-        config = tables.choose("dgrad", architecture(dY.device), dY.dtype, shape, able)
+        arch = architecture(dY.device)
+        config = tables.choose("dgrad", arch, dY.dtype, shape, able, need_tiles=True)
         config = tables.INTERPRETED if interpreting() else config
     grid = (triton.cdiv(rows, config.rows) * triton.cdiv(ins, config.ins),)
     meta = config.meta() | {"PRECISION": "tf32" if tf32 else "ieee", "UPCAST": upcasts(dY)}

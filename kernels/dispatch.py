@@ -1,13 +1,15 @@
 """Triton, cuBLAS or torch: what computes each kernel's result on the device at hand.
 
-On CUDA the tables say whether Triton or cuBLAS runs a product; Triton, if it is installed, runs
-what torch has no one kernel for. On other devices torch's own operators do. A group of slots is
+On CUDA from sm_80 on the tables say whether Triton or cuBLAS runs a product; Triton, if it is
+installed, runs what torch has no one kernel for. Elsewhere torch's own operators do. A group is
 then a loop in order: the same additions, hence the same bits, as a call for each. Names that end in
 `_` add to their first argument. `ops.py` makes torch operators of these; the split, whose I and W
 nobody traces, calls them as they are (an operator takes 21 µs more a call, on CPU).
 """
 
 from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -25,25 +27,42 @@ from .arguments import (
     check_ring,
     check_wgrad,
 )
-from .target import architecture, can_use_descriptors, has_triton
+from .target import architecture, can_use_descriptors, has_kernels
 
 
 def _by_triton(tensor: Tensor) -> bool:
-    return tensor.is_cuda and has_triton()
+    return has_kernels(tensor.device)
 
 
-def names(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> dict[str, str]:
+def _on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device and its stream, wherever the tensors are."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def names(
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int],
+    transposed: bool = False,
+) -> dict[str, str]:
     """What computes "dgrad" and "wgrad" of a layer on `device`, and how that was found.
 
-    `shape`: (rows, outs, ins); operands as TMA can address them, where the device has it.
+    `shape`: (rows, outs, ins). `transposed`: the weight lies (ins, outs), as Conv1D's does; dW then
+    is XᵀdY, and TMA cannot address W. Tensors are taken to be dense.
     """
-    if device.type != "cuda" or not has_triton():
+    if not has_kernels(device):
         return dict.fromkeys(("dgrad", "wgrad"), f"torch on {device.type}")
-    found = {}
-    for kernel in ("dgrad", "wgrad"):
-        config = tables.choose(kernel, architecture(device), dtype, shape, True)
-        found[kernel] = f"{'Triton' if config.triton else 'cuBLAS'} ({config.how})"
-    return found
+    rows, outs, ins = shape
+    able = outs * dtype.itemsize % 16 == 0 and ins * dtype.itemsize % 16 == 0
+    arch, dW_shape = architecture(device), (rows, ins, outs) if transposed else shape
+    found = {
+        "dgrad": tables.choose("dgrad", arch, dtype, shape, able and not transposed),
+        "wgrad": tables.choose("wgrad", arch, dtype, dW_shape, able),
+    }
+    return {
+        kernel: f"{'Triton' if config.triton else 'cuBLAS'} ({config.how})"
+        for kernel, config in found.items()
+    }
 
 
 def dgrad(dY: Tensor, W: Tensor) -> Tensor:
@@ -53,12 +72,14 @@ def dgrad(dY: Tensor, W: Tensor) -> Tensor:
     """
     shape = check_dgrad(dY, W)
     if _by_triton(dY):
-        able = can_use_descriptors(dY, W)
+        # dX, which is not there yet, will be dense.
+        able = can_use_descriptors(dY, W) and shape[2] * W.element_size() % 16 == 0
         config = tables.choose("dgrad", architecture(dY.device), dY.dtype, shape, able)
         if config.triton:
             from . import dgrad as kernel
 
-            return kernel.dgrad(dY, W, config=config)
+            with _on_device_of(dY):
+                return kernel.dgrad(dY, W, config=config)
     return dY.mm(W)
 
 
@@ -76,7 +97,8 @@ def wgrad_(dW: Tensor, dY: Tensor, X: Tensor, first: int = 0, count: int | None 
         if config.triton:
             from . import wgrad as kernel
 
-            kernel.wgrad(dW, dY, X, first, count, config=config)
+            with _on_device_of(dY):
+                kernel.wgrad(dW, dY, X, first, count, config=config)
             return
     for step in range(count):
         slot = (first + step) % len(dY)
@@ -108,7 +130,8 @@ def expert_wgrad_(dW: Tensor, dY: Tensor, X: Tensor, offsets: Tensor) -> None:
     if _by_triton(dY):
         from . import expert_wgrad as kernel
 
-        kernel.expert_wgrad(dW, dY, X, offsets)
+        with _on_device_of(dY):
+            kernel.expert_wgrad(dW, dY, X, offsets)
         return
     start = 0
     for expert, end in enumerate(offsets.tolist()):
@@ -127,7 +150,8 @@ def bias_grad_(db: Tensor, dY: Tensor, first: int = 0, count: int | None = None)
     if _by_triton(dY):
         from . import bias_grad as kernel
 
-        kernel.bias_grad(db, dY, first, count)
+        with _on_device_of(dY):
+            kernel.bias_grad(db, dY, first, count)
         return
     for step in range(count):
         db += dY[(first + step) % len(dY)].sum(0, dtype=db.dtype)
@@ -143,7 +167,8 @@ def norm_dgrad(
         from . import norm_dgrad as kernel
 
         if n <= kernel.LONGEST:
-            return kernel.norm_dgrad(dY, X, weight, rstd, mean, offset)
+            with _on_device_of(X):
+                return kernel.norm_dgrad(dY, X, weight, rstd, mean, offset)
     x_hat = _normalised(X, rstd, mean)
     g = dY.float() * (weight.float() + offset)
     d = g - x_hat * (g * x_hat).mean(1, keepdim=True)
@@ -167,7 +192,8 @@ def norm_wgrad_(
     if _by_triton(X):
         from . import norm_wgrad as kernel
 
-        kernel.norm_wgrad(dW, db, dY, X, rstd, mean)
+        with _on_device_of(X):
+            kernel.norm_wgrad(dW, db, dY, X, rstd, mean)
         return
     dW += (dY.float() * _normalised(X, rstd, mean)).sum(0)
     if db is not None:
@@ -180,7 +206,8 @@ def embedding_grad_(dW: Tensor, dY: Tensor, indices: Tensor, padding_idx: int = 
     if _by_triton(dY):
         from . import embedding_grad as kernel
 
-        kernel.embedding_grad(dW, dY, indices, padding_idx)
+        with _on_device_of(dY):
+            kernel.embedding_grad(dW, dY, indices, padding_idx)
         return
     kept = indices != padding_idx
     # accumulate=True sorts on CUDA, and so is deterministic; index_add_ is not.

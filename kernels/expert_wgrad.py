@@ -72,7 +72,8 @@ def expert_wgrad(
         return dW
     if config is None:
         shape = (rows // len(dW), outs, ins)
-        config = tables.choose("wgrad", architecture(dY.device), dY.dtype, shape, False)
+        arch = architecture(dY.device)
+        config = tables.choose("wgrad", arch, dY.dtype, shape, False, need_tiles=True)
         config = tables.INTERPRETED if interpreting() else config
     grid = (triton.cdiv(outs, config.outs) * triton.cdiv(ins, config.ins), len(dW))
     expert_wgrad_kernel[grid](

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
+import re
 from functools import cache
 
 import torch
@@ -12,12 +12,27 @@ from torch import Tensor
 from zbpipe.errors import ConfigError
 
 SUPPORTED = (80, 90, 100)  # targets with tables, all in COMPILED.md
+OLDEST_TRITON = (3, 6)  # COMPILED.md's oldest; 3.3, which came with torch 2.7, has no descriptors
 
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton can be imported."""
-    return importlib.util.find_spec("triton") is not None
+    """Whether Triton can be imported, and is `OLDEST_TRITON` or newer."""
+    try:
+        import triton
+    except ImportError:
+        return False
+    major, minor = re.findall(r"\d+", triton.__version__)[:2]
+    return (int(major), int(minor)) >= OLDEST_TRITON
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether the Triton kernels can run on the device: CUDA, sm_80 or newer, and Triton there."""
+    return (
+        device.type == "cuda"
+        and has_triton()
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+    )
 
 
 def interpreting() -> bool:

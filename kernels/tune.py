@@ -3,14 +3,15 @@
     python -m zbpipe.kernels.tune --shapes 4096x4096 14336x4096 --rows 2048 8192
 
 For each kernel, dtype, layer (outs × ins) and number of rows: the median time of each candidate and
-of cuBLAS, and the fastest as an entry of measured.json, which `tables.choose` reads. Not yet run on
-a GPU.
+of cuBLAS, and the fastest as an entry of measured.json, which `tables.choose` reads. An entry is
+written as soon as it is there, in place of the one of the same case. Not yet run on a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -103,9 +104,11 @@ def measure(
 ) -> dict[str, Any]:
     """The table's entry for one case, with the seconds of the winner and of cuBLAS.
 
-    Raises RuntimeError if a candidate's result is not cuBLAS's to 1 % of its largest value.
+    A candidate that Triton cannot compile or launch is none. Raises RuntimeError if a result is not
+    cuBLAS's to 1 % of its largest value.
     """
     import triton
+    from triton.errors import TritonError
 
     times: list[tuple[float, tables.Config]] = []
     want: Tensor | None = None
@@ -113,8 +116,9 @@ def measure(
         try:
             got = result()
             seconds = seconds_of(call)
-        except triton.runtime.errors.OutOfResources as error:
-            print(f"  {config}: {error}", file=sys.stderr)  # too large a tile: no contender
+        except TritonError as error:  # too large a tile, most often
+            case = f"{kernel} {dtype} {shape}"
+            print(f"{case} with {config}: {type(error).__name__}: {error}", file=sys.stderr)
             continue
         want = got if want is None else want
         if not bool((got - want).abs().max() <= 1e-2 * want.abs().max()):
@@ -137,6 +141,18 @@ def measure(
     }
 
 
+CASE = ("kernel", "architecture", "dtype", "rows", "outs", "ins")
+
+
+def enter(entry: dict[str, Any], path: Path) -> None:
+    """Write the entry into the table at `path`, in place of one of the same case."""
+    known = json.loads(path.read_text())["entries"] if path.exists() else []
+    others = [e for e in known if any(e[name] != entry[name] for name in CASE)]
+    whole = path.with_suffix(".new")  # a run that is ended while it writes leaves the table whole
+    whole.write_text(json.dumps({"entries": [*others, entry]}, indent=1) + "\n")
+    os.replace(whole, path)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -149,17 +165,19 @@ def main() -> int:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("tune measures on a GPU, and torch.cuda finds none")
-    entries = []
     for kernel in args.kernels:
         for dtype in args.dtypes:
             for layer in args.shapes:
                 outs, ins = (int(size) for size in layer.split("x"))
                 for rows in args.rows:
-                    entry = measure(kernel, (rows, outs, ins), DTYPES[dtype])
-                    entries.append(entry)
+                    case = f"{kernel} {dtype} {rows} × {layer}"
+                    try:
+                        entry = measure(kernel, (rows, outs, ins), DTYPES[dtype])
+                    except Exception as error:
+                        raise RuntimeError(f"{case}: {type(error).__name__}: {error}") from error
+                    enter(entry, args.json)
                     ratio = entry["cublas_seconds"] / entry["seconds"]
-                    print(f"{kernel} {dtype} {rows} × {layer}: {ratio:.2f} times cuBLAS")
-    args.json.write_text(json.dumps({"entries": entries}, indent=1) + "\n")
+                    print(f"{case}: {ratio:.2f} times cuBLAS")
     return 0
 
 

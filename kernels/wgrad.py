@@ -106,7 +106,8 @@ def wgrad(
     able = can_use_descriptors(dY, X)
     if config is None:
         shape = (rows, outs, ins)
-        config = tables.choose("wgrad", architecture(dY.device), dY.dtype, shape, able)
+        arch = architecture(dY.device)
+        config = tables.choose("wgrad", arch, dY.dtype, shape, able, need_tiles=True)
         config = tables.INTERPRETED if interpreting() else config
     grid = (triton.cdiv(outs, config.outs) * triton.cdiv(ins, config.ins),)
     ring = (rows, outs, ins, first, count, slots)

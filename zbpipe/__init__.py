@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ._checkout import find_kernels
 from ._version import __version__
 from .costs import Costs
 from .errors import (
@@ -36,6 +38,8 @@ __all__ = [
     "__version__",
     "wrap",
 ]
+
+find_kernels(__name__, Path(__file__).parent)
 
 
 def __getattr__(name: str) -> Any:

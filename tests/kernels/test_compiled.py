@@ -30,7 +30,8 @@ def test_nothing_is_spilled_and_tensor_cores_are_used(found) -> None:
 
 def test_every_kernel_is_there_for_every_target_and_dtype(found) -> None:
     kernels = ("dgrad", "wgrad", "bias_grad", "parts_sum", "norm_dgrad", "norm_wgrad")
-    kernels += ("embedding_grad", "expert_wgrad")
+    kernels += ("embedding_grad", "expert_wgrad", "dgrad_ragged", "dgrad_turned")
+    kernels += ("wgrad_ragged", "expert_wgrad_ragged")
     targets = ("sm_80", "sm_90a", "sm_100a")
     dtypes = ("bf16", "fp16", "fp32")
     wanted = {f"{k} {t} {d}" for k in kernels for t in targets for d in dtypes}

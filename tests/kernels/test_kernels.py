@@ -14,7 +14,7 @@ CASES = Path(__file__).with_name("kernel_cases.py")
 
 
 # A GPU has every variant compiled first, some 0.3 s each: more than pytest's limit a test is fair.
-ON_GPU = pytest.param("GPU", marks=pytest.mark.timeout(900))
+ON_GPU = pytest.param("GPU", marks=[pytest.mark.gpu, pytest.mark.timeout(900)])
 
 
 @pytest.mark.parametrize("where", ["interpreter", ON_GPU])

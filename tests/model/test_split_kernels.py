@@ -10,13 +10,10 @@ from splitting import run_split
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from zbpipe.kernels import dispatch
 from zbpipe.model.rules import accumulate
 from zbpipe.model.rules.products import Products
 from zbpipe.model.split import Deferred, Splitter, wide_gradients
-
-dispatch = pytest.importorskip(
-    "zbpipe.kernels.dispatch", reason="zbpipe is not installed, only on the path"
-)
 
 
 class Stage(nn.Module):
@@ -67,6 +64,17 @@ def test_the_kernels_add_what_torch_adds(as_on_a_gpu, monkeypatch, fused, main) 
     for g, w in zip(got, grads(plain), strict=True):
         assert g.dtype == w.dtype == torch.float32
         torch.testing.assert_close(g, w, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_tokens_of_32_bits_are_looked_up_too(as_on_a_gpu, dtype) -> None:
+    embed = nn.Embedding(11, 8).bfloat16()
+    embed.weight.main_grad = torch.zeros(11, 8)
+    tokens, dY = torch.tensor([[3, 1, 3], [0, 10, 1]], dtype=dtype), torch.randn(2, 3, 8).bfloat16()
+    run_split(embed, [tokens], [dY], fused=False)
+    want = torch.zeros(11, 8).index_add(0, tokens.flatten(), dY.flatten(0, 1).float())
+    assert as_on_a_gpu == ["embedding_grad_"]
+    torch.testing.assert_close(embed.weight.main_grad, want)
 
 
 def test_autocast_sums_in_the_gradient(as_on_a_gpu) -> None:
@@ -122,3 +130,101 @@ def test_experts_are_one_kernel(as_on_a_gpu, monkeypatch, transposed) -> None:
     assert as_on_a_gpu == ["expert_wgrad_"]
     torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
     assert bool((grads[0][1] == 1).all())
+
+
+class Raw(nn.Module):
+    """Products with parts of raw parameters, as eager experts make them, both ways round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.w = nn.Parameter(torch.randn(3, 8, 16, generator=generator).bfloat16())
+        self.alone = nn.Parameter(torch.randn(16, 8, generator=generator).bfloat16())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.matmul(x, self.w[1]) + nn.functional.linear(x, self.alone)
+        return torch.matmul(nn.functional.linear(y, self.w[2]), self.w[0, :, 3:11])
+
+
+class Stacked(nn.Module):
+    """torch.bmm with each expert's weight, (in, out) or (out, in)."""
+
+    def __init__(self, transposed: bool) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        shape = (3, 8, 5) if transposed else (3, 5, 8)
+        self.w = nn.Parameter(torch.randn(shape, generator=generator).bfloat16())
+        self.transposed = transposed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(x, self.w.mT if self.transposed else self.w)
+
+
+def gradients_of(stage: nn.Module, x: torch.Tensor, dY: torch.Tensor, main: bool) -> list:
+    for p in stage.parameters() if main else ():
+        p.main_grad = torch.ones(p.shape)
+    entry = Deferred()
+    with Products(stage.parameters(), entry):
+        y = stage(x)
+    y.backward(dY)
+    entry.run()
+    return [p.main_grad if main else p.grad for p in stage.parameters()]
+
+
+CASES = [
+    (Raw, (6, 8), (6, 8), ["dgrad"] * 2 + ["wgrad_"] * 4),
+    (lambda: Stacked(False), (3, 4, 5), (3, 4, 8), ["expert_wgrad_"]),
+    (lambda: Stacked(True), (3, 4, 5), (3, 4, 8), ["expert_wgrad_"]),
+    (lambda: Stacked(True), (3, 0, 5), (3, 0, 8), ["expert_wgrad_"]),
+]
+
+
+@pytest.mark.parametrize(("make", "x_shape", "y_shape", "kernels"), CASES)
+@pytest.mark.parametrize("main", [True, False])
+def test_raw_parameters(as_on_a_gpu, monkeypatch, make, x_shape, y_shape, kernels, main) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, dY = (torch.randn(s, generator=generator).bfloat16() for s in (x_shape, y_shape))
+    got = gradients_of(make(), x, dY, main)
+    if main:
+        assert sorted(as_on_a_gpu) == kernels
+    else:  # gradients of 16 bits stay with torch
+        assert set(as_on_a_gpu) <= {"dgrad"}
+    monkeypatch.setattr(accumulate, "_on_gpu", lambda tensor: False)
+    for g, w in zip(got, gradients_of(make(), x, dY, main), strict=True):
+        assert g.dtype == w.dtype == (torch.float32 if main else torch.bfloat16)
+        torch.testing.assert_close(g, w, rtol=1e-5, atol=1e-5)
+    if main and x.numel():
+        plain = make().double()
+        plain(x.double()).backward(dY.double())
+        for g, p in zip(got, plain.parameters(), strict=True):
+            # What lies between two products is rounded to 16 bits.
+            torch.testing.assert_close(g.double() - 1, p.grad, rtol=2e-2, atol=2e-1)
+
+
+def weight(dtype: torch.dtype, **attributes: object) -> nn.Parameter:
+    made = nn.Parameter(torch.zeros(4, 6, dtype=dtype))
+    for name, value in attributes.items():
+        setattr(made, name, value)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("parameter", "runs"),
+    [
+        (weight(torch.float32), (False, False)),
+        (weight(torch.float64), (False, False)),
+        (weight(torch.bfloat16), (True, True)),
+        (weight(torch.float16, main_grad=torch.zeros(4, 6)), (True, True)),
+        (weight(torch.bfloat16, main_grad=torch.zeros(4, 6).bfloat16()), (True, False)),
+        (weight(torch.bfloat16, main_grad=torch.zeros(6, 4).t()), (True, False)),
+    ],
+)
+def test_what_a_step_leaves_to_the_kernels(as_on_a_gpu, parameter, runs) -> None:
+    """What `left_to_kernels` says is what W and I of a Linear then do."""
+    assert accumulate.left_to_kernels(parameter) == runs
+    layer = nn.Linear(6, 4, bias=False)
+    layer.weight = parameter
+    x = torch.randn(3, 6).to(parameter.dtype).requires_grad_()
+    with wide_gradients([parameter]):
+        run_split(layer, [x], [torch.randn(3, 4).to(parameter.dtype)], fused=False)
+    assert ("dgrad" in as_on_a_gpu, "wgrad_" in as_on_a_gpu) == runs

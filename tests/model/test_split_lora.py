@@ -43,7 +43,7 @@ def test_adapters_are_deferred_and_the_base_is_not_stashed() -> None:
 
 
 def test_peft_adapters_are_deferred() -> None:
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason="peft is not installed (extra [test])")
     torch.manual_seed(0)
     inner = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)).double()
     stage = peft.get_peft_model(inner, peft.LoraConfig(r=2, target_modules=["0", "2"])).double()

@@ -153,6 +153,38 @@ def test_every_use_gives_autograds_gradients() -> None:
         torch.testing.assert_close(a, w, rtol=1e-12, atol=1e-12)
 
 
+class Picks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = Parameter(double(5, 4))
+
+    def forward(self, index: Tensor) -> Tensor:
+        return self.table[index]
+
+
+@pytest.mark.parametrize("index", [[-1, 0, -5, 4, -1], [-2], -3, 4])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_negative_indices_count_from_the_end(index, dtype) -> None:
+    index = torch.tensor(index, dtype=dtype)
+    dY = double(*index.shape, 4, seed=1)
+    assert_same_training(Picks(), [index], [dY])
+    stage, entry = Picks(), Deferred()
+    with Products(stage.parameters(), entry):
+        stage(index).backward(dY)
+    assert stage.table.grad is None
+    entry.run()
+    plain = Picks()
+    plain(index).backward(dY)
+    assert torch.equal(stage.table.grad, plain.table.grad)
+
+
+@pytest.mark.parametrize("index", [-6, 5])
+def test_indices_outside_the_table_still_raise(index) -> None:
+    stage = Picks()
+    with Products(stage.parameters(), Deferred()), pytest.raises(IndexError):
+        stage(torch.tensor([0, index]))
+
+
 class Llama4Like(nn.Module):
     """As transformers' Llama4TextExperts: every expert sees as many rows."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..costs import Costs
+from ..model.rules.accumulate import left_to_kernels
+from ..model.rules.choose import lies_transposed
 from ..model.stages import Layer
 from ..plan import Plan
 from .stage import Stage
@@ -65,13 +67,19 @@ def _split(stage: Stage) -> Iterator[str]:
 
 
 def _kernels(stage: Stage) -> Iterator[str]:
-    """What computes dX and dW, by shape where the device has a choice."""
+    """What computes dX and dW, by shape where the device has a choice; without autocast."""
     from ..kernels import dispatch
 
+    modules = [m for m in stage.root.modules() if lies_transposed(m)]
+    turned = {id(p) for m in modules for p in m.parameters(recurse=False)}
     found: dict[str, list[str]] = {}
     for weight in stage.splitter.products():
-        outs, ins = weight.shape
-        chosen = dispatch.names(weight.device, weight.dtype, (_ROWS, outs, ins))
+        transposed = id(weight) in turned
+        outs, ins = reversed(weight.shape) if transposed else weight.shape
+        chosen = dispatch.names(weight.device, weight.dtype, (_ROWS, outs, ins), transposed)
+        for name, by_kernel in zip(("dgrad", "wgrad"), left_to_kernels(weight), strict=True):
+            if not by_kernel:
+                chosen[name] = f"torch on {weight.device.type}"
         by = "; ".join(f"{name} by {who}" for name, who in chosen.items())
         found.setdefault(by, []).append(f"{outs} × {ins}")
     for by, shapes in found.items():

@@ -131,10 +131,13 @@ def add_product(parameter: Parameter, left: Tensor, right: Tensor) -> None:
 
 def add_product_to(parameter: Parameter, view: View, left: Tensor, right: Tensor) -> None:
     """gradient[view] += left @ right, without touching the rest."""
-    dtype = sum_dtype(parameter, left)
+    grad, dtype = zeros_or(parameter), sum_dtype(parameter, left)
+    alike = grad.stride() == parameter.stride()
+    if alike and _kernel_adds(view.on(grad), left):
+        _kernels().wgrad_(view.on(grad), _last_contiguous(left.t()), _last_contiguous(right))
+        return
     left, right = left.to(dtype), right.to(dtype)
-    grad = zeros_or(parameter)
-    if grad.stride() != parameter.stride():
+    if not alike:
         # A gradient that a user laid out in another way: the view's numbers mean nothing there.
         whole = torch.zeros_like(parameter, dtype=dtype)
         view.on(whole).addmm_(left, right)
@@ -147,12 +150,25 @@ def add_product_to(parameter: Parameter, view: View, left: Tensor, right: Tensor
         part.add_(left.mm(right))
 
 
+def add_stacked(part: Tensor, X: Tensor, dY: Tensor) -> bool:
+    """part[e] += X[e]ᵀ dY[e], X (E, rows, in), dY (E, rows, out); False if no kernel does it."""
+    if part.stride(-1) != 1:
+        part, X, dY = part.mT, dY, X
+    if not _kernel_adds(part, X):
+        return False
+    # As experts with one number of rows: one launch for all.
+    offsets = torch.arange(1, len(X) + 1, dtype=torch.int32, device=X.device) * X.shape[1]
+    left, right = _last_contiguous(X.flatten(0, 1)), _last_contiguous(dY.flatten(0, 1))
+    _kernels().expert_wgrad_(part, left, right, offsets)
+    return True
+
+
 def add_rows(parameter: Parameter, indices: Tensor, dY: Tensor, padding_idx: int) -> bool:
     """gradient[i] += the rows of dY whose index is i; False where there is no kernel for it."""
     into = _for_kernel(parameter, dY)
     if into is None:
         return False
-    _kernels().embedding_grad_(into, _last_contiguous(dY), indices, padding_idx)
+    _kernels().embedding_grad_(into, _last_contiguous(dY), indices.long(), padding_idx)
     return True
 
 
@@ -190,6 +206,27 @@ def _for_kernel(parameter: Parameter, operand: Tensor) -> Tensor | None:
         return None
     grad = zeros_or(parameter)
     return grad if grad.is_contiguous() else None
+
+
+def _kernel_adds(part: Tensor, operand: Tensor) -> bool:
+    """Whether our kernels add 16-bit operands to this part of a gradient; see `_for_kernel`."""
+    adds = _on_gpu(operand) and operand.dtype in _LOW and part.dtype == torch.float32
+    return adds and part.stride(-1) == 1
+
+
+def left_to_kernels(weight: Parameter) -> tuple[bool, bool]:
+    """Whether `dispatch` makes (dX, dW) of this weight on a GPU, in a step and without autocast.
+
+    A step sums `.grad` of 16-bit weights in fp32 (split.widen), unless their user chose a dtype.
+    Else both are torch's own.
+    """
+    if weight.dtype not in _LOW:
+        return False, False
+    main: Tensor | None = getattr(weight, "main_grad", None)
+    if main is not None:
+        return True, main.dtype == torch.float32 and main.is_contiguous()
+    chosen = getattr(weight, "grad_dtype", None)  # torch before 2.9 has none, and no wider .grad
+    return True, chosen in (weight.dtype, torch.float32) and weight.is_contiguous()
 
 
 def _on_gpu(tensor: Tensor) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .accumulate import View, laid_out, sum_dtype, zeros_or
+from .accumulate import View, add_stacked, laid_out, sum_dtype, zeros_or
 from .deferred import Deferred, Record
 from .engine import autocast_off, cast, due
 
@@ -54,10 +54,12 @@ class Batched(torch.autograd.Function):
 
 def _weights(parameter: Parameter, view: View, X: Tensor, dY: Tensor) -> None:
     """dW[view] += XᵀdY of each expert."""
-    dtype = sum_dtype(parameter, X)
+    grad, dtype = zeros_or(parameter), sum_dtype(parameter, X)
+    alike = grad.stride() == parameter.stride()
+    if alike and add_stacked(view.on(grad), X, dY):
+        return
     X, dY = X.to(dtype), dY.to(dtype)
-    grad = zeros_or(parameter)
-    if grad.stride() != parameter.stride():
+    if not alike:
         whole = torch.zeros_like(parameter, dtype=dtype)
         view.on(whole).baddbmm_(X.mT, dY)
         grad.add_(whole)

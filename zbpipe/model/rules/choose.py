@@ -45,8 +45,7 @@ def rule_for(module: nn.Module, norms: bool = False) -> Rule | str:
     cls = next(c for c in type(module).__mro__ if "forward" in c.__dict__)
     if cls is nn.Linear:
         return Rule(linear)
-    # transformers is optional and slow to import, so its class is known by name.
-    if (cls.__module__, cls.__qualname__) == ("transformers.pytorch_utils", "Conv1D"):
+    if lies_transposed(module):
         return Rule(partial(linear, transposed=True))
     if isinstance(module, nn.Embedding):
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
@@ -62,6 +61,13 @@ def rule_for(module: nn.Module, norms: bool = False) -> Rule | str:
     if any(p is not None and p.dim() == 3 for p in module._parameters.values()):
         return _experts_rule(module)
     return _by_trial(module)
+
+
+def lies_transposed(module: nn.Module) -> bool:
+    """Whether the module is transformers' Conv1D, whose weight lies (in, out)."""
+    cls = next(c for c in type(module).__mro__ if "forward" in c.__dict__)
+    # transformers is optional and slow to import, so its class is known by name.
+    return (cls.__module__, cls.__qualname__) == ("transformers.pytorch_utils", "Conv1D")
 
 
 def _conv_rule(module: Any) -> Rule | str:

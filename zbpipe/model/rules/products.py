@@ -270,12 +270,13 @@ def _add(mode: Products, _: Any, x: Any, bias: Any = None, **rest: Any) -> Tenso
 
 
 def _item(mode: Products, _: Any, table: Any, index: Any) -> Tensor | None:
-    """table[index], one row or some: a lookup."""
+    """table[index], one row or some: a lookup. Negative indices count from the table's end."""
     parameter = mode.whole(table, 2)
     if parameter is None or not isinstance(index, Tensor) or index.dim() > 1:
         return None
     if index.dtype not in (torch.int32, torch.int64) or not is_ordinary(index):
         return None
+    index = torch.where(index < 0, index + len(parameter), index)
     return lookup(index, parameter, mode.entry)
 
 
