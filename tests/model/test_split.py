@@ -239,7 +239,7 @@ def test_which_modules_have_a_rule() -> None:
         }
     )
     left = kept_in_i(Splitter(stage))
-    assert left.pop("loud").startswith("no rule for Loud: its forward uses its parameters")
+    assert left.pop("loud").startswith("no rule for Loud: a forward of its own")
     assert "by choice" in left.pop("norm")
     assert left.pop("sparse") == "sparse is set"
     assert left.pop("max_norm") == "max_norm is set"

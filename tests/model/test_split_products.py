@@ -13,8 +13,15 @@ from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 
 from zbpipe.model.graph import used_directly
+from zbpipe.model.rules import choose
 from zbpipe.model.rules.products import Products
 from zbpipe.model.split import Deferred, Splitter
+
+
+@pytest.fixture(autouse=True)
+def as_of_a_library(monkeypatch):
+    """Let this file's classes be tried like those of transformers."""
+    monkeypatch.setattr(choose, "TRIED", (*choose.TRIED, __name__.partition(".")[0]))
 
 
 def double(*shape: int, seed: int = 0) -> Tensor:
@@ -69,6 +76,14 @@ def test_a_subclass_with_products_is_deferred(layer, shape) -> None:
     due = {id(p) for p in entry.parameters()}
     assert due == {id(p) for p in layer.parameters()}
     assert all(p.grad is None for p in layer.parameters())
+
+
+def test_a_users_own_forward_is_not_tried(monkeypatch) -> None:
+    monkeypatch.undo()
+    layer = Scaled(3, 5)
+    report = Splitter(layer).report()
+    assert report.deferred_share == 0 and layer.calls == 0
+    assert "not tried on made-up data" in report.not_split[0][1]
 
 
 def test_a_trial_leaves_no_trace() -> None:

@@ -106,12 +106,18 @@ def _experts_rule(module: Any) -> Rule | str:
     return Rule(products, own=True, share=share)
 
 
+# Whose forwards may be tried: those of libraries. A user's own is never run on made-up data.
+TRIED = ("transformers", "peft")
+
+
 def _by_trial(module: nn.Module) -> Rule | str:
     """The module's forward on some rows on the meta device: are all its parameters deferred?"""
     none = reason = f"no rule for {type(module).__name__}"
     weights = [p for p in module._parameters.values() if p is not None and p.dim() in (2, 3)]
     if not weights:
         return reason
+    if type(module).__module__.partition(".")[0] not in TRIED:
+        return f"{none}: a forward of its own is not tried on made-up data"
     for x in _trials(module, weights[0]):
         try:
             twin = _on_meta(module)
