@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from figures import write_json
 from pairs import Row, machine, run, show, take_turns
 from sides import TORCH, TORCH_1F1B, ZBPIPE, Work, torch_side, unsplit, zbpipe_side
 
@@ -214,9 +215,7 @@ def main() -> int:
     if args.json:
         about |= {"preset": preset, "load_after": os.getloadavg()[0]}
         shape = dataclasses.asdict(PRESETS[preset].config)
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        result = {"machine": about, "model": shape, "microbatches": found}
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+        write_json(args.json, {"machine": about, "model": shape, "microbatches": found})
     return 0
 
 

@@ -11,11 +11,11 @@ Every figure is a median over runs, with the least and the most.
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from figures import report
 
 from zbpipe.program import compile, virtual
 from zbpipe.runtime.executor import Crew, Loaded
@@ -25,7 +25,7 @@ from zbpipe.schedule import build
 INSTRUCTIONS = 10_000
 
 # What zbpipe holds itself to on two ordinary cores.
-BARS = {"native_us": 5.0, "callback_us": 10.0}
+BARS = {"native_us": ("at most", 5.0), "callback_us": ("at most", 10.0)}
 
 
 def overhead(repeats: int, devices: dict[int, int] | None = None) -> dict[str, list[float]]:
@@ -56,16 +56,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write medians and spreads here")
     parser.add_argument("--repeats", type=int, default=7, help="runs a figure (default 7)")
     options = parser.parse_args()
-    samples = overhead(options.repeats)
-    medians = {name: statistics.median(values) for name, values in samples.items()}
-    print(f"{'figure':<22}{'median':>10}{'least':>10}{'most':>10}   bar")
-    for name, values in samples.items():
-        row = f"{name:<22}{medians[name]:>10.2f}{min(values):>10.2f}{max(values):>10.2f}"
-        print(f"{row}   at most {BARS[name]}")
-    if options.json is not None:
-        spread = {name: [min(values), max(values)] for name, values in samples.items()}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(medians | {"spread": spread}, indent=2) + "\n")
+    report(overhead(options.repeats), BARS, options.json)
 
 
 if __name__ == "__main__":

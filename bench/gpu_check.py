@@ -28,6 +28,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from figures import write_json
+
 ROOT = Path(__file__).parents[1]
 MIB = 1 << 20
 MARK = "gpu_check result: "
@@ -302,9 +304,7 @@ def main() -> int:
         print(MARK + json.dumps(run_here(options.part)))
         return 0
     results = check(options.only or PARTS)
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(results, indent=2) + "\n")
+    write_json(options.json, results)
     return int(any(result["status"] == "failed" for result in results.values()))
 
 

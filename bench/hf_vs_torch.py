@@ -20,6 +20,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import torch
 import torch.distributed as dist
+from figures import write_json
 from pairs import Row, Side, fastest, machine, quiet, ratio, run, show, show_bars, take_turns
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
@@ -172,9 +173,7 @@ def main() -> int:
     result = {"ratio_vs_torch_1f1b": ratio(rows[best], rows[BASE]), "best": best, "rows": rows}
     show_bars(result, BARS)
     result["machine"] = {**about, "load_after": os.getloadavg()[0]}
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    write_json(args.json, result)
     return 0
 
 

@@ -25,6 +25,7 @@ import sys
 from pathlib import Path
 
 import transport
+from figures import write_json
 from pairs import Row, fastest, machine, ratio, run, show, show_bars, take_turns
 from sides import (
     TORCH,
@@ -133,9 +134,7 @@ def main() -> int:
     show_bars(result, BARS)
     result |= {"real": {**found, "rows": rows}, "virtual": virtual, "transport": carried}
     result["machine"] = {**about, "load_after": os.getloadavg()[0]}
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    write_json(args.json, result)
     return 0
 
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+from figures import write_json
 
 from zbpipe.costs import Costs, layer_bytes
 from zbpipe.schedule.check import check
@@ -180,8 +181,7 @@ def main() -> int:
             )
     if options.json is not None:
         data = [asdict(one) | {"holds": one.holds} for one in bars]
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(data, indent=2) + "\n")
+        write_json(options.json, data)
     missed = [one.name for one in bars if not one.holds]
     print(f"{len(bars) - len(missed)} of {len(bars)} bars hold")
     return 0

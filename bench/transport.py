@@ -18,6 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from figures import report
+
 from zbpipe.program import Programs, compile, virtual
 from zbpipe.runtime.executor import Crew
 from zbpipe.runtime.world import World, join, spawn
@@ -99,15 +101,7 @@ def main() -> None:
         while not ranks.join():
             pass
         samples = json.loads(Path(path).read_text())
-    medians = {name: statistics.median(values) for name, values in samples.items()}
-    print(f"{'figure':<22}{'median':>10}{'least':>10}{'most':>10}   bar")
-    for name, values in samples.items():
-        bar = " ".join(map(str, BARS.get(name, ("", ""))))
-        print(f"{name:<22}{medians[name]:>10.2f}{min(values):>10.2f}{max(values):>10.2f}   {bar}")
-    if options.json is not None:
-        spread = {name: [min(values), max(values)] for name, values in samples.items()}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(medians | {"spread": spread}, indent=2) + "\n")
+    report(samples, BARS, options.json)
 
 
 if __name__ == "__main__":
