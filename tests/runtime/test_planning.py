@@ -140,7 +140,10 @@ def test_a_searched_order_is_no_worse_than_the_shapes_and_just_as_right(schedule
     pipe = wrapped(model, schedule=schedule, example=x, microbatches=6, partition=case.split(2))
     pipe.step(x, target=y)
     plan = pipe.plan
-    for name in ("zb_h1",) + (("zb_h2",) if schedule != "zb1p" else ()):
+    names = ("zb_v",)  # "auto" may find that two stages a rank take less time
+    if plan.costs.stages == 2:
+        names = ("zb_h1",) if schedule == "zb1p" else ("zb_h1", "zb_h2")
+    for name in names:
         assert plan.cost <= Plan.make(build(name, 2, 6), plan.costs).cost * (1 + 1e-9)
     want, _ = reference(case, 6)
     assert_same_gradients(gradients(model.named_parameters()), want, 1e-12)
