@@ -42,12 +42,12 @@ zb::ThreadHook lane_hook(std::shared_ptr<Threads> threads) {
   };
 }
 
-/// What the Python error that is set says; clears it. Needs the GIL.
+/// What the Python error that is set says; clears it. Needs the GIL, and keeps it: throws nothing.
 std::string take_error() {
-  py::error_already_set error;
   try {
-    return error.what();
+    return py::error_already_set().what();
   } catch (const std::exception&) {
+    PyErr_Clear();
     return "an exception that cannot be printed";
   }
 }

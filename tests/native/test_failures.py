@@ -11,7 +11,7 @@ import pytest
 
 from crews import Outcome, Relay, crew_of, forked, local, named, process_state, spawned
 from zbpipe.errors import ConfigError, StageError
-from zbpipe.program import compile, virtual
+from zbpipe.program import Op, compile, virtual
 from zbpipe.runtime.world import join
 from zbpipe.schedule import build
 from zbpipe.schedule.core import Action
@@ -224,10 +224,15 @@ def frozen(world, timeout):
     loaded = crew.load(programs)
     peer = world.gather(os.getpid())[1]
     relay = Relay(crew, loaded, world.rank, 0, 10)
+    instructions = loaded.programs[world.rank].instructions
+    second = [i for i, one in enumerate(instructions) if one.op == Op.RECEIVE][1]
 
     def callback(index):
         relay(index)
-        if world.rank == 0 and relay.run == 1 and index == 0:
+        if world.rank == 0 and relay.run == 1 and relay.order[-1] == Action(0, "B", 0):
+            # What the peer can do without our F2 it has done, once this message is here.
+            while not crew.executors[0].finished(second):
+                time.sleep(0.001)
             os.kill(peer, signal.SIGSTOP)
             while process_state(peer) != "T":
                 time.sleep(0.001)
