@@ -68,5 +68,5 @@ def run(
     grace_ns: int,
 ) -> bool: ...
 
-cuda: Any  # csrc/cuda/python.cpp: Device, OutLink, InLink, DeviceSlot, probe
+cuda: Any  # csrc/cuda/python.cpp: Device, IpcOut, IpcIn, NcclOut, NcclIn, DeviceSlot, probe
 schedule: Any  # csrc/schedule; zbpipe/schedule/native.py gives it types

@@ -190,8 +190,13 @@ bool CudaDevice::receive(const Instruction& instruction, Receiver& channel) {
 
 uint32_t CudaDevice::ticket() const { return board_->bell(rank_).load(std::memory_order_acquire); }
 
-bool CudaDevice::pause(uint32_t ticket) {
+void CudaDevice::serve() {
+  for (auto& link : out_) link->serve();
   for (auto& link : in_) link->serve();
+}
+
+bool CudaDevice::pause(uint32_t ticket) {
+  serve();
   progress();
   futex_wait(board_->bell(rank_), ticket, kPauseNs);
   return !board_->aborted();
@@ -274,7 +279,7 @@ void CudaDevice::drain() {
       return;
     }
     if (deadline == 0) {
-      for (auto& link : in_) link->serve();
+      serve();
       progress();
     }
     futex_wait(board_->bell(rank_), seen, kNapNs);
@@ -325,8 +330,8 @@ void CudaDevice::close() {
     board_->abort({rank_, Tag{}, 'r', std::string("while the pipeline was closed: ") + e.what()});
   }
   // No descriptor is left behind, whatever has to stay mapped.
-  for (auto& link : out_) link->words()->seal();
-  for (auto& link : in_) link->words()->seal();
+  for (auto& link : out_) link->seal();
+  for (auto& link : in_) link->seal();
 }
 
 void CudaDevice::give_back() {

@@ -62,6 +62,7 @@ class CudaDevice : public Device {
   bool over(Event event) const;
   void release(Stream stream, InLink& link, Receiver& channel, int slot);
   void release_all(const Program& program, std::vector<std::shared_ptr<Receiver>>& receivers);
+  void serve();
   void progress();
   bool idle() const;
   void drain();

@@ -1,11 +1,14 @@
 #include "cuda/python.hpp"
 
 #include <pybind11/stl.h>
+#include <string.h>
 
 #include <memory>
 #include <string>
 
 #include "cuda/cuda_device.hpp"
+#include "cuda/ipc_link.hpp"
+#include "cuda/nccl_link.hpp"
 
 namespace py = pybind11;
 
@@ -58,6 +61,39 @@ py::dict describe(const Runtime& runtime, int device, int count) {
   return out;
 }
 
+std::shared_ptr<NcclIn> nccl_in(int device, int peer, int slots, const std::string& id,
+                                bool poison) {
+  NcclId raw;
+  ZB_CHECK(id.size() == sizeof(raw), "a NCCL id has 128 bytes");
+  memcpy(&raw, id.data(), sizeof(raw));
+  return std::make_shared<NcclIn>(Runtime::load(), device, peer, slots, raw, poison);
+}
+
+/// What `zbpipe doctor` reports of NCCL. Raises RuntimeError where none can be loaded.
+py::dict probe_nccl() {
+  auto nccl = Nccl::load();
+  py::dict out;
+  out["library"] = nccl->library();
+  out["version"] = nccl->version();
+  return out;
+}
+
+void bind_nccl(py::module_& cuda) {
+  cuda.def("probe_nccl", &probe_nccl);
+  py::class_<NcclOut, OutLink, std::shared_ptr<NcclOut>>(cuda, "NcclOut")
+      .def(py::init([](int device, int peer, int slots) {
+             return std::make_shared<NcclOut>(Runtime::load(), device, peer, slots);
+           }),
+           py::arg("device"), py::arg("peer"), py::arg("slots"))
+      .def_property_readonly(
+          "id", [](const NcclOut& link) { return py::bytes(link.id().reserved, sizeof(NcclId)); })
+      .def("advance", &NcclOut::advance, py::call_guard<py::gil_scoped_release>());
+  py::class_<NcclIn, InLink, std::shared_ptr<NcclIn>>(cuda, "NcclIn")
+      .def(py::init(&nccl_in), py::arg("device"), py::arg("peer"), py::arg("slots"), py::arg("id"),
+           py::arg("poison") = false)
+      .def("advance", &NcclIn::advance, py::call_guard<py::gil_scoped_release>());
+}
+
 /// What `zbpipe doctor` reports. Raises RuntimeError where no runtime can be loaded.
 py::dict probe() {
   auto runtime = Runtime::load();
@@ -83,21 +119,20 @@ py::dict probe() {
   return out;
 }
 
-std::shared_ptr<InLink> open(std::shared_ptr<Board> board, int device, int peer, int pid, int fd,
-                             int slots, bool poison) {
+std::shared_ptr<IpcIn> open(std::shared_ptr<Board> board, int device, int peer, int pid, int fd,
+                            int slots, bool poison) {
   auto runtime = Runtime::load();
   OnDevice scope(*runtime, device);
   auto words = std::make_shared<LinkWords>(runtime, File::open(pid, fd), slots);
-  return std::make_shared<InLink>(runtime, std::move(board), device, peer, std::move(words),
-                                  poison);
+  return std::make_shared<IpcIn>(runtime, std::move(board), device, peer, std::move(words), poison);
 }
 
-std::shared_ptr<InLink> beside(OutLink& out, std::shared_ptr<Board> board, int device, int peer,
-                               bool poison) {
+std::shared_ptr<IpcIn> beside(IpcOut& out, std::shared_ptr<Board> board, int device, int peer,
+                              bool poison) {
   out.words()->make_local();
   out.reach(device);
-  return std::make_shared<InLink>(Runtime::load(), std::move(board), device, peer, out.words(),
-                                  poison);
+  return std::make_shared<IpcIn>(Runtime::load(), std::move(board), device, peer, out.words(),
+                                 poison);
 }
 
 }  // namespace
@@ -113,18 +148,21 @@ void bind(py::module_& m) {
       .def_readonly("data", &DeviceSlot::data)
       .def_readonly("nbytes", &DeviceSlot::bytes)
       .def_property_readonly("__cuda_array_interface__", &DeviceSlot::interface);
-  py::class_<OutLink, std::shared_ptr<OutLink>>(cuda, "OutLink")
+  py::class_<OutLink, std::shared_ptr<OutLink>>(cuda, "OutLink");
+  py::class_<InLink, std::shared_ptr<InLink>>(cuda, "InLink");
+  py::class_<IpcOut, OutLink, std::shared_ptr<IpcOut>>(cuda, "IpcOut")
       .def(py::init([](std::shared_ptr<Board> board, int device, int peer, int slots) {
-             return std::make_shared<OutLink>(Runtime::load(), std::move(board), device, peer,
-                                              slots);
+             return std::make_shared<IpcOut>(Runtime::load(), std::move(board), device, peer,
+                                             slots);
            }),
            py::arg("board"), py::arg("device"), py::arg("peer"), py::arg("slots"))
-      .def_property_readonly("fd", [](const OutLink& link) { return link.words()->fd(); });
-  py::class_<InLink, std::shared_ptr<InLink>>(cuda, "InLink")
+      .def_property_readonly("fd", [](const IpcOut& link) { return link.words()->fd(); });
+  py::class_<IpcIn, InLink, std::shared_ptr<IpcIn>>(cuda, "IpcIn")
       .def_static("open", &open, py::arg("board"), py::arg("device"), py::arg("peer"),
                   py::arg("pid"), py::arg("fd"), py::arg("slots"), py::arg("poison") = false)
       .def_static("beside", &beside, py::arg("out"), py::arg("board"), py::arg("device"),
                   py::arg("peer"), py::arg("poison") = false);
+  bind_nccl(cuda);
   py::class_<CudaDevice, std::shared_ptr<CudaDevice>>(cuda, "Device")
       .def(py::init<std::shared_ptr<Board>, int, int>(), py::arg("board"), py::arg("rank"),
            py::arg("ordinal"))

@@ -21,6 +21,7 @@ def fake(fake_library, tmp_path, monkeypatch):
         state = tmp_path / f"state{len(list(tmp_path.iterdir()))}"
         settings = {
             "ZBPIPE_CUDART": fake_library,
+            "ZBPIPE_NCCL": fake_library,
             "ZBPIPE_FAKE_CUDA": state,
             "CUDA_DEVICE_MAX_CONNECTIONS": connections,
             "ZBPIPE_FAKE_JITTER": jitter,

@@ -172,10 +172,15 @@ class _Block:
 
 
 def cuda_crew(
-    world: World, programs: Programs, timeout: float = 30.0, poison: bool = True
+    world: World,
+    programs: Programs,
+    timeout: float = 30.0,
+    poison: bool = True,
+    transport: str | None = None,
 ) -> tuple[Crew, Loaded]:
     """Ranks on the fake device: rank r of a process on device r % 2."""
-    crew = Crew(world, timeout, poison, {rank: rank % 2 for rank in world.local})
+    forced = {} if transport is None else dict.fromkeys(programs.slots, transport)
+    crew = Crew(world, timeout, poison, {rank: rank % 2 for rank in world.local}, forced)
     crew.connect(programs.slots)
     return crew, crew.load(programs)
 

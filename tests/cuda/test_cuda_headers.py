@@ -1,7 +1,9 @@
-"""The hand-written function table against a CUDA toolkit's headers, where there are any."""
+"""The hand-written function tables against the headers of CUDA and NCCL, where there are any."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -11,9 +13,7 @@ import pytest
 
 CSRC = Path(__file__).parents[2] / "csrc"
 
-CHECK = r"""
-#include <cuda.h>
-#include <cuda_runtime_api.h>
+COMPARE = r"""
 #include <type_traits>
 #include "cuda/functions.hpp"
 
@@ -40,6 +40,12 @@ struct Compare<R(), void> {
 };
 
 using namespace zb::cuda;
+"""
+
+CHECK = (
+    "#include <cuda.h>\n#include <cuda_runtime_api.h>\n"
+    + COMPARE
+    + r"""
 #define CHECK(name, ...) \
   static_assert(Compare<decltype(::name), __VA_ARGS__>::value, #name " differs");
 ZB_CUDA_RUNTIME(CHECK)
@@ -64,6 +70,31 @@ static_assert(kWriteValueDefault == CU_STREAM_WRITE_VALUE_DEFAULT);
 static_assert(kCanFlushRemoteWrites == CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES);
 static_assert(sizeof(IpcHandle) == sizeof(cudaIpcMemHandle_t));
 """
+)
+
+NCCL_CHECK = (
+    "#include <cstddef>\n#include <nccl.h>\n"
+    + COMPARE.replace("cuda/functions.hpp", "cuda/nccl.hpp")
+    + r"""
+#define CHECK(name, ...) \
+  static_assert(Compare<decltype(::name), __VA_ARGS__>::value, #name " differs");
+ZB_NCCL(CHECK)
+static_assert(kNcclSuccess == ncclSuccess && kNcclInProgress == ncclInProgress);
+static_assert(kNcclUint8 == ncclUint8 && sizeof(NcclId) == sizeof(ncclUniqueId));
+constexpr ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+static_assert(kNcclConfigMagic == config.magic);
+#define CHECK_FIELD(ours, theirs) \
+  static_assert(offsetof(NcclConfig, ours) == offsetof(ncclConfig_t, theirs));
+CHECK_FIELD(size, size)
+CHECK_FIELD(magic, magic)
+CHECK_FIELD(version, version)
+CHECK_FIELD(blocking, blocking)
+CHECK_FIELD(cga_cluster_size, cgaClusterSize)
+CHECK_FIELD(min_ctas, minCTAs)
+CHECK_FIELD(max_ctas, maxCTAs)
+CHECK_FIELD(net_name, netName)
+"""
+)
 
 
 def toolkit() -> Path | None:
@@ -82,6 +113,17 @@ def toolkit() -> Path | None:
     return None
 
 
+def nccl() -> Path | None:
+    """The folder of nccl.h: $NCCL_INCLUDE, pip's package, or the system's."""
+    package = importlib.util.find_spec("nvidia")
+    inside = [] if package is None else [Path(p) for p in package.submodule_search_locations or ()]
+    given = os.environ.get("NCCL_INCLUDE")
+    folders = (
+        [Path(given)] if given else [*(p / "nccl/include" for p in inside), Path("/usr/include")]
+    )
+    return next((folder for folder in folders if (folder / "nccl.h").is_file()), None)
+
+
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
     """`compiled(text)`: what the compiler says of a check against the headers, "" if nothing."""
@@ -90,13 +132,21 @@ def compiled(tmp_path_factory):
         pytest.skip("no CUDA toolkit: nvcc and its headers are not here")
     folder = tmp_path_factory.mktemp("headers")
 
-    def run(text: str, csrc: Path = CSRC) -> str:
+    def run(text: str, csrc: Path = CSRC, more: Path = CSRC) -> str:
         source = folder / "check.cpp"
         source.write_text(text)
-        command = ["c++", "-std=c++17", "-fsyntax-only", f"-I{csrc}", f"-I{include}", str(source)]
+        folders = [f"-I{where}" for where in (csrc, include, more)]
+        command = ["c++", "-std=c++17", "-fsyntax-only", *folders, str(source)]
         return subprocess.run(command, capture_output=True, text=True).stderr
 
     return run
+
+
+def test_the_table_of_nccl_is_that_of_its_header(compiled):
+    folder = nccl()
+    if folder is None:
+        pytest.skip("nccl.h is not here; NCCL_INCLUDE may name its folder")
+    assert compiled(NCCL_CHECK, more=folder) == ""
 
 
 def test_the_function_table_is_that_of_the_headers(compiled):

@@ -211,9 +211,9 @@ def test_links_and_programs_must_fit(fake):
     with pytest.raises(RuntimeError, match="a link or a slot that is not there"):
         _native.run(board, 0, [(executor, program, None)], 10**9)
     with pytest.raises(RuntimeError, match="at least one slot"):
-        _native.cuda.OutLink(board, 0, 1, 0)
+        _native.cuda.IpcOut(board, 0, 1, 0)
     with pytest.raises(RuntimeError, match="peer is not on the board"):
-        _native.cuda.OutLink(board, 0, 2, 1)
+        _native.cuda.IpcOut(board, 0, 2, 1)
     executor.stop()
 
 

@@ -10,9 +10,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
+#include <functional>
 #include <map>
 #include <memory>
 #include <stdexcept>
@@ -20,6 +22,8 @@
 #include <vector>
 
 #include "cuda/cuda_device.hpp"
+#include "cuda/ipc_link.hpp"
+#include "cuda/nccl_link.hpp"
 #include "executor.hpp"
 
 using namespace zb;
@@ -112,6 +116,7 @@ struct Fake {
 struct Address {
   std::atomic<int> pid;  // of the sending rank, when the rest is there
   int channel, link;
+  cuda::NcclId id;
 };
 
 struct Meeting {
@@ -121,9 +126,9 @@ struct Meeting {
 /// One rank: its executor and what its actions do.
 class Rank {
  public:
-  Rank(const Plan& plan, int rank, std::shared_ptr<Board> board, bool cuda)
-      : mine_(plan.ranks[rank]), rank_(rank), board_(board) {
-    if (cuda) {
+  Rank(const Plan& plan, int rank, std::shared_ptr<Board> board, const std::string& device)
+      : mine_(plan.ranks[rank]), rank_(rank), board_(board), nccl_(device == "nccl") {
+    if (device != "cpu") {
       fake_ = std::make_unique<Fake>();
       device_ = std::make_shared<cuda::CudaDevice>(board, rank, 0);
     }
@@ -138,8 +143,13 @@ class Rank {
       Address& address = meeting.at[rank_ * 8 + to];
       address.channel = sender->fd();
       executor_->add(std::move(sender));
-      if (device_) {
-        auto link = std::make_shared<cuda::OutLink>(cuda::Runtime::load(), board_, 0, to, slots);
+      if (nccl_) {
+        auto link = std::make_shared<cuda::NcclOut>(cuda::Runtime::load(), 0, to, slots);
+        address.id = link->id();
+        connecting_.push_back([link] { return link->advance(); });
+        device_->add(std::move(link));
+      } else if (device_) {
+        auto link = std::make_shared<cuda::IpcOut>(cuda::Runtime::load(), board_, 0, to, slots);
         address.link = link->words()->fd();
         out_[to] = link;
         device_->add(std::move(link));
@@ -158,6 +168,13 @@ class Rank {
       int slots = plan.slots.at({from, rank_});
       executor_->add(std::make_shared<Receiver>(File::open(pid, address.channel), slots, !device_));
       if (!device_) continue;
+      if (nccl_) {
+        auto link =
+            std::make_shared<cuda::NcclIn>(cuda::Runtime::load(), 0, from, slots, address.id, true);
+        connecting_.push_back([link] { return link->advance(); });
+        device_->add(std::move(link));
+        continue;
+      }
       std::shared_ptr<cuda::LinkWords> words;
       auto neighbour = beside.find(from);
       if (neighbour != beside.end()) {
@@ -167,9 +184,17 @@ class Rank {
         words = std::make_shared<cuda::LinkWords>(cuda::Runtime::load(),
                                                   File::open(pid, address.link), slots);
       }
-      device_->add(std::make_shared<cuda::InLink>(cuda::Runtime::load(), board_, 0, from,
-                                                  std::move(words), true));
+      device_->add(std::make_shared<cuda::IpcIn>(cuda::Runtime::load(), board_, 0, from,
+                                                 std::move(words), true));
     }
+  }
+
+  /// True when every link is connected; to be called again until then.
+  bool connected() {
+    auto done = [](const std::function<bool()>& advance) { return advance(); };
+    connecting_.erase(std::remove_if(connecting_.begin(), connecting_.end(), done),
+                      connecting_.end());
+    return connecting_.empty();
   }
 
   void start(int run, bool fails) {
@@ -265,32 +290,40 @@ class Rank {
   const RankProgram& mine_;
   int rank_;
   std::shared_ptr<Board> board_;
+  bool nccl_;
+  std::vector<std::function<bool()>> connecting_;
   std::unique_ptr<Fake> fake_;
   std::shared_ptr<cuda::CudaDevice> device_;
   std::unique_ptr<Executor> executor_;
-  std::map<int, std::shared_ptr<cuda::OutLink>> out_;
+  std::map<int, std::shared_ptr<cuda::IpcOut>> out_;
   std::map<uint32_t, std::vector<char>> sending_;
   int run_ = 0;
   bool fails_ = false;
 };
 
 struct Options {
-  bool cuda, fail;
+  std::string device;
+  bool fail;
   int runs;
 };
 
 /// Drives `ranks` in this process; 0 where all went well.
 int drive(const Plan& plan, const std::vector<int>& ranks, const std::shared_ptr<Board>& board,
           Meeting& meeting, const Options& options) {
-  bool cuda = options.cuda;
   std::vector<std::unique_ptr<Rank>> mine;
   std::map<int, Rank*> beside;
   for (int rank : ranks) {
-    mine.push_back(std::make_unique<Rank>(plan, rank, board, cuda));
+    mine.push_back(std::make_unique<Rank>(plan, rank, board, options.device));
     beside[rank] = mine.back().get();
   }
   for (auto& rank : mine) rank->offer(plan, meeting);
   for (auto& rank : mine) rank->take(plan, meeting, beside);
+  int64_t end = now_ns() + 20'000'000'000;
+  for (bool all = false; !all; usleep(100)) {
+    if (now_ns() > end) throw std::runtime_error("a rank did not connect");
+    all = true;
+    for (auto& rank : mine) all = rank->connected() && all;
+  }
   bool ok = true;
   for (int run = 0; run < options.runs && ok; ++run) {
     for (auto& rank : mine) rank->start(run, options.fail && run == options.runs - 1);
@@ -328,10 +361,10 @@ int forked(const Plan& plan, Meeting& meeting, const Options& options) {
 
 int main(int argc, char** argv) {
   if (argc != 5 && argc != 6) {
-    fprintf(stderr, "usage: driver cpu|cuda local|forked PROGRAMS RUNS [fail]\n");
+    fprintf(stderr, "usage: driver cpu|cuda|nccl local|forked PROGRAMS RUNS [fail]\n");
     return 2;
   }
-  Options options{strcmp(argv[1], "cuda") == 0, argc == 6, atoi(argv[4])};
+  Options options{argv[1], argc == 6, atoi(argv[4])};
   try {
     Plan plan = read(argv[3]);
     auto* meeting = static_cast<Meeting*>(

@@ -77,13 +77,15 @@ def run(driver: Path, fake: Path, folder: Path) -> list[str]:
     for number, (name, ranks, microbatches) in enumerate(CASES):
         programs = folder / f"{name}.txt"
         programs.write_text(text_of(compile(build(name, ranks, microbatches))))
-        for device in ("cpu", "cuda"):
+        for device in ("cpu", "cuda", "nccl"):
             for where in ("local", "forked"):
-                state = folder / f"state-{number}-{where}"
+                state = folder / f"state-{number}-{device}-{where}"
                 settings = {
                     "ZBPIPE_CUDART": str(fake),
                     "ZBPIPE_FAKE_CUDA": str(state),
-                    "CUDA_DEVICE_MAX_CONNECTIONS": "2",
+                    "ZBPIPE_NCCL": str(fake),
+                    # Transfers by NCCL must not share a hardware queue.
+                    "CUDA_DEVICE_MAX_CONNECTIONS": "32" if device == "nccl" else "2",
                     # The fake keeps streams and queues for as long as it lives.
                     "ASAN_OPTIONS": f"detect_leaks={int(device == 'cpu')}",
                     "TSAN_OPTIONS": "halt_on_error=1",

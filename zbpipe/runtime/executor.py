@@ -13,6 +13,7 @@ from ..errors import ConfigError, ZbpipeError
 from ..program import Op, Program, Programs
 from ..timeline import Span, Timeline
 from . import control
+from .device_links import DeviceLinks, check_queues
 from .world import World, host_id
 
 # After an abort, how long step() waits for callbacks that are under way before it raises. They keep
@@ -35,6 +36,7 @@ class Crew:
         timeout: float,
         poison: bool = False,
         devices: Mapping[int, int] | None = None,
+        forced: Mapping[tuple[int, int], str] | None = None,
     ) -> None:
         """Collective. `devices`: the CUDA device of each rank of this process; None for the CPU.
 
@@ -43,6 +45,7 @@ class Crew:
         """
         self.world = world
         self._poison = poison
+        self._forced = dict(forced or {})
         self._pid = os.getpid()
         board = _native.Board.create(world.size) if world.rank == 0 else None
         on_cuda = devices is not None
@@ -70,7 +73,8 @@ class Crew:
             rank: _native.cuda.Device(board, rank, device)
             for rank, device in (devices or {}).items()
         }
-        self._devices = dict(devices or {})
+        self._links = DeviceLinks(board, self.cuda, devices or {}, poison)
+        self._timeout = timeout
         self.executors = {
             rank: _native.Executor(self.board, rank, timeout, self.cuda.get(rank))
             for rank in world.local
@@ -89,43 +93,41 @@ class Crew:
         ones by source.
         """
         self._slots = dict(slots)
-        made: dict[tuple[int, int], tuple[int, int, int]] = {}
-        links: dict[tuple[int, int], Any] = {}
+        made: dict[tuple[int, int], tuple[int, int, Any]] = {}
         for (source, target), count in sorted(slots.items()):
             if source in self.executors:
-                sender, fd = _native.Sender(count), -1
+                sender, offered = _native.Sender(count), None
                 self.executors[source].add_sender(sender)
                 if source in self.cuda:
-                    device = self._devices[source]
-                    link = _native.cuda.OutLink(self.board, device, target, count)
-                    self.cuda[source].add_out(link)
-                    links[source, target], fd = link, link.fd
-                made[source, target] = (os.getpid(), sender.fd, fd)
+                    offered = self._links.offer(
+                        (source, target), count, self._transport((source, target))
+                    )
+                made[source, target] = (os.getpid(), sender.fd, offered)
         everywhere = {pair: at for part in self.world.gather(made) for pair, at in part.items()}
         for (source, target), count in sorted(slots.items(), key=lambda item: item[0][::-1]):
             if target in self.executors:
-                pid, fd, link_fd = everywhere[source, target]
+                pid, fd, offered = everywhere[source, target]
                 on_host = self._poison and target not in self.cuda
                 receiver = _native.Receiver(pid, fd, count, on_host)
                 self.executors[target].add_receiver(receiver)
                 if target in self.cuda:
-                    at = (self.board, self._devices[target], source)
-                    out = links.get((source, target))
-                    self.cuda[target].add_in(
-                        _native.cuda.InLink.open(*at, pid, link_fd, count, self._poison)
-                        if out is None
-                        else _native.cuda.InLink.beside(out, *at, self._poison)
-                    )
+                    pair = (source, target)
+                    self._links.accept(pair, count, self._transport(pair), pid, offered)
+        self._links.connect(self._timeout, self.raise_failure)
         self.world.gather(None)  # nobody may leave before its channels have been opened
+
+    def _transport(self, pair: tuple[int, int]) -> str:
+        if pair in self._forced:
+            return self._forced[pair]
+        if pair[0] in self.executors and pair[1] in self.executors:
+            return "local"
+        return "ipc" if self.cuda else "shm"
 
     def transports(self) -> dict[tuple[int, int], str]:
         """The transport of each channel that starts or ends here."""
         own = self.executors
-        between = "ipc" if self.cuda else "shm"
         return {
-            pair: "local" if pair[0] in own and pair[1] in own else between
-            for pair in self._slots
-            if pair[0] in own or pair[1] in own
+            pair: self._transport(pair) for pair in self._slots if pair[0] in own or pair[1] in own
         }
 
     def load(self, programs: Programs) -> Loaded:
@@ -140,6 +142,8 @@ class Crew:
             )
             for rank in self.executors
         }
+        if "nccl" in self.transports().values():
+            check_queues(own.values())
         return Loaded(own, {rank: _native_program(program) for rank, program in own.items()})
 
     def run(self, loaded: Loaded, callbacks: Mapping[int, Callback | None]) -> None:

@@ -1,0 +1,103 @@
+"""The device's half of channels between ranks on CUDA: made, offered to the peer, connected."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from .. import _native
+from ..errors import ConfigError
+from ..program import Program
+
+Pair = tuple[int, int]
+
+# CUDA's default number of hardware queues (CUDA C++ Programming Guide, environment variables).
+_QUEUES = 8
+
+
+class DeviceLinks:
+    """Links of this process's ranks: `local` and `ipc`, or `nccl`.
+
+    `offer` and `accept` are called for each pair in one order of the pairs on all ranks; between
+    them what `offer` returned travels to the receiver.
+    """
+
+    def __init__(
+        self, board: Any, cuda: Mapping[int, Any], devices: Mapping[int, int], poison: bool
+    ) -> None:
+        """`cuda`: native device of each rank of this process; `devices`: its number."""
+        self._board, self._cuda, self._devices = board, cuda, devices
+        self._poison = poison
+        self._outs: dict[Pair, Any] = {}
+        self._connecting: dict[Pair, list[Any]] = {}
+
+    def offer(self, pair: Pair, slots: int, transport: str) -> Any:
+        """Make the sender's end; what the receiver needs to know of it."""
+        source, target = pair
+        if transport == "nccl":
+            link = _native.cuda.NcclOut(self._devices[source], target, slots)
+            self._connecting.setdefault(pair, []).append(link)
+            self._cuda[source].add_out(link)
+            return link.id
+        link = self._outs[pair] = _native.cuda.IpcOut(
+            self._board, self._devices[source], target, slots
+        )
+        self._cuda[source].add_out(link)
+        return link.fd
+
+    def accept(self, pair: Pair, slots: int, transport: str, pid: int, offered: Any) -> None:
+        """Make the receiver's end, of a sender in process `pid`."""
+        source, target = pair
+        at = (self._board, self._devices[target], source)
+        if transport == "nccl":
+            link = _native.cuda.NcclIn(self._devices[target], source, slots, offered, self._poison)
+            self._connecting.setdefault(pair, []).append(link)
+        elif pair in self._outs:
+            link = _native.cuda.IpcIn.beside(self._outs[pair], *at, self._poison)
+        else:
+            link = _native.cuda.IpcIn.open(*at, pid, offered, slots, self._poison)
+        self._cuda[target].add_in(link)
+
+    def connect(self, timeout: float, look: Callable[[], None]) -> None:
+        """Wait until NCCL's connections stand, at most `timeout` seconds.
+
+        `look` is called meanwhile; it raises when another rank has failed. Raises ConfigError where
+        NCCL fails or the time runs out, naming the ranks.
+        """
+        until = time.monotonic() + timeout
+        while self._connecting:
+            for pair, links in list(self._connecting.items()):
+                try:
+                    links[:] = [link for link in links if not link.advance()]
+                except RuntimeError as error:
+                    raise ConfigError(f"rank {pair[0]} → {pair[1]}: {error}") from error
+                if not links:
+                    del self._connecting[pair]
+            look()
+            if self._connecting and time.monotonic() > until:
+                a, b = min(self._connecting)
+                raise ConfigError(
+                    f"rank {a} → {b}: no connection by NCCL within {timeout:g} s; "
+                    "NCCL_DEBUG=INFO tells more"
+                )
+            time.sleep(0.001)
+
+
+def check_queues(programs: Iterable[Program]) -> None:
+    """Raises ConfigError where two lanes of a rank with NCCL links would share a hardware queue.
+
+    A send of NCCL occupies its queue until the receive has begun: two ranks that send to each other
+    would wait for ever.
+    """
+    given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    queues = int(given) if given.isdigit() else _QUEUES
+    most = max(programs, key=lambda program: len(program.lanes))
+    need = len(most.lanes)
+    if need > queues:
+        raise ConfigError(
+            f"CUDA_DEVICE_MAX_CONNECTIONS = {queues}: rank {most.rank} has {need} lanes and "
+            f"transfers by NCCL, which need a hardware queue each: set it to {need} or more "
+            "(at most 32), or leave it out"
+        )
