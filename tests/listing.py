@@ -17,89 +17,108 @@ TIMES = st.integers(0, 12).map(lambda n: n / 4)
 BYTES = st.integers(1, 8).map(lambda n: n / 2)
 
 
-def list_rows(costs, placed, m, limits, policy):
-    """Rows of (stage, kind, microbatch) by the rules in csrc/schedule/lister.hpp, or None."""
-    ranks, last = max(placed) + 1, len(placed) - 1
-    mine = [[s for s, owner in enumerate(placed) if owner == r] for r in range(ranks)]
-    seconds = {"F": costs.forward, "I": costs.input_grad, "W": costs.weight_grad}
-    bytes_ = [max(pair) for pair in zip(costs.act, costs.stash, strict=True)]
-    rows, due, free = ([[] for _ in mine], [[] for _ in mine], [0.0] * ranks)
-    done = {(s, k): 0 for s in range(last + 1) for k in "FIW"}
-    there = {("F", 0, i): 0.0 for i in range(m)} | {("I", last, i): 0.0 for i in range(m)}
-    own_f = {}
+class Lister:
+    """The rules in csrc/schedule/lister.hpp, for one policy."""
 
-    def held(s):
-        ahead, kept = done[s, "F"] - done[s, "I"], done[s, "I"] - done[s, "W"]
-        return ahead * bytes_[s] + kept * costs.stash[s]
+    def __init__(self, costs, placed, m, limits, policy):
+        self.costs, self.placed, self.m, self.limits = costs, placed, m, limits
+        self.policy = policy
+        ranks, self.last = max(placed) + 1, len(placed) - 1
+        self.mine = [[s for s, owner in enumerate(placed) if owner == r] for r in range(ranks)]
+        self.bytes = [max(pair) for pair in zip(costs.act, costs.stash, strict=True)]
+        self.rows, self.due = [[] for _ in self.mine], [[] for _ in self.mine]
+        self.free = [0.0] * ranks
+        self.done = {(s, k): 0 for s in range(self.last + 1) for k in "FIW"}
+        first = {("F", 0, i): 0.0 for i in range(m)}
+        self.there = first | {("I", self.last, i): 0.0 for i in range(m)}
+        self.own_f = {}
 
-    def room(rank, stage):
-        count = {s: done[s, "F"] + (s == stage) for s in mine[rank]}
-        needs = [sum(map(held, mine[rank])) + bytes_[stage]]
-        for t in mine[rank]:
+    def run(self):
+        """Rows of (stage, kind, microbatch), or None where the rules get stuck."""
+        events = [(0.0, rank) for rank in range(len(self.mine))]
+        while events:
+            now, rank = heapq.heappop(events)
+            action = self.choose(rank, now) if now >= self.free[rank] else None
+            if action is not None:
+                self.perform(rank, now, *action, events)
+        whole = all(len(row) == 3 * self.m * len(self.mine[r]) for r, row in enumerate(self.rows))
+        return self.rows if whole else None
+
+    def perform(self, rank, now, s, kind, events):
+        i = self.done[s, kind]
+        self.done[s, kind] += 1
+        self.rows[rank].append((s, kind, i))
+        seconds = {"F": "forward", "I": "input_grad", "W": "weight_grad"}[kind]
+        end = self.free[rank] = now + getattr(self.costs, seconds)[s]
+        heapq.heappush(events, (end, rank))
+        if kind == "W":
+            self.due[rank].pop(0)
+            return
+        if kind == "I":
+            self.due[rank].append(s)
+        else:
+            self.own_f[s, i] = end
+        to = s + (1 if kind == "F" else -1)
+        if 0 <= to <= self.last:
+            apart = self.placed[s] != self.placed[to]
+            arrival = end + (self.costs.comm[min(s, to)] if apart else 0.0)
+            self.there[kind, to, i] = arrival
+            heapq.heappush(events, (arrival, self.placed[to]))
+
+    def held(self, s):
+        ahead = self.done[s, "F"] - self.done[s, "I"]
+        kept = self.done[s, "I"] - self.done[s, "W"]
+        return ahead * self.bytes[s] + kept * self.costs.stash[s]
+
+    def room(self, rank, stage):
+        mine, bytes_, done = self.mine[rank], self.bytes, self.done
+        count = {s: done[s, "F"] + (s == stage) for s in mine}
+        needs = [sum(map(self.held, mine)) + bytes_[stage]]
+        for t in mine:
             if t > stage:
-                younger = [(count[s] - done[t, "F"]) * bytes_[s] for s in mine[rank] if s < t]
-                if policy["strict"]:
-                    below = sum(held(s) + (s == stage) * bytes_[s] for s in mine[rank] if s < t)
+                younger = [(count[s] - done[t, "F"]) * bytes_[s] for s in mine if s < t]
+                if self.policy["strict"]:
+                    below = sum(self.held(s) + (s == stage) * bytes_[s] for s in mine if s < t)
                     needs.append(below + bytes_[t])
-                needs.append(sum(younger) + sum(bytes_[s] for s in mine[rank] if s >= t))
-        return all(need <= limits[rank] * (1 + 1e-9) for need in needs)
+                needs.append(sum(younger) + sum(bytes_[s] for s in mine if s >= t))
+        return all(need <= self.limits[rank] * (1 + 1e-9) for need in needs)
 
-    def choose(rank, now):
-        options, blocked, arrival = [], math.inf, math.inf
-        for s in mine[rank]:
-            f, b = done[s, "F"], done[s, "I"]
-            if f < m and f - b < policy["flight"][s]:
+    def options(self, rank, now):
+        """[(key, stage, kind, when ready)], and the least key of an F that lacks only memory."""
+        policy, found, blocked = self.policy, [], math.inf
+        for s in self.mine[rank]:
+            f, b = self.done[s, "F"], self.done[s, "I"]
+            if f < self.m and f - b < policy["flight"][s]:
                 key = policy["forward_key"][s] + f * policy["interval"]
-                ready = there.get(("F", s, f), math.inf)
-                if room(rank, s):
-                    options.append((key, s, "F", ready))
+                ready = self.there.get(("F", s, f), math.inf)
+                if self.room(rank, s):
+                    found.append((key, s, "F", ready))
                 elif ready <= now:
                     blocked = min(blocked, key)
             if b < f:
                 key = policy["backward_key"][s] + b * policy["interval"]
-                ready = max(there.get(("I", s, b), math.inf), own_f[s, b])
-                options.append((key, s, "I", ready))
-        arrival = min((ready for *_, ready in options), default=math.inf)
+                ready = max(self.there.get(("I", s, b), math.inf), self.own_f[s, b])
+                found.append((key, s, "I", ready))
+        return found, blocked
+
+    def choose(self, rank, now):
+        policy, due = self.policy, self.due[rank]
+        options, blocked = self.options(rank, now)
         near = [o for o in options if o[3] <= now + policy["patience"]]
         best = min(near, key=lambda option: option[0], default=None)
-        if due[rank]:
-            weight = (due[rank][0], "W")
-            if blocked < (best[0] if best else math.inf):
-                return weight
-            if best and best[2] == "F" and len(due[rank]) > policy["backlog"][rank]:
-                return weight
-            if best and best[3] <= now:
-                return best[1:3]
-            until = best[3] if best else arrival
-            wide = until - now >= policy["gap"] * costs.weight_grad[weight[0]]
-            return weight if wide else None
-        return best[1:3] if best and best[3] <= now else None
-
-    events = [(0.0, rank) for rank in range(ranks)]
-    while events:
-        now, rank = heapq.heappop(events)
-        action = choose(rank, now) if now >= free[rank] else None
-        if action is None:
-            continue
-        s, kind = action
-        i = done[action]
-        done[action] += 1
-        rows[rank].append((s, kind, i))
-        end = free[rank] = now + seconds[kind][s]
-        heapq.heappush(events, (end, rank))
-        if kind == "W":
-            due[rank].pop(0)
-            continue
-        if kind == "I":
-            due[rank].append(s)
-        else:
-            own_f[s, i] = end
-        to = s + (1 if kind == "F" else -1)
-        if 0 <= to <= last:
-            hop = costs.comm[min(s, to)] if placed[s] != placed[to] else 0.0
-            there[kind, to, i] = end + hop
-            heapq.heappush(events, (end + hop, placed[to]))
-    return rows if all(len(row) == 3 * m * len(mine[r]) for r, row in enumerate(rows)) else None
+        if not due:
+            return best[1:3] if best and best[3] <= now else None
+        weight = (due[0], "W")
+        if blocked < (best[0] if best else math.inf):
+            return weight
+        if best and best[2] == "F" and len(due) > policy["backlog"][rank]:
+            return weight
+        if best and best[3] <= now:
+            return best[1:3]
+        arrival = min((ready for *_, ready in options), default=math.inf)
+        until = best[3] if best else arrival
+        wide = until - now >= policy["gap"] * self.costs.weight_grad[weight[0]]
+        return weight if wide else None
 
 
 def placements(ranks):

@@ -16,6 +16,7 @@ for module in (zbpipe, zbpipe._native, zbpipe.kernels):
 from importlib.resources import files
 from zbpipe.kernels.recorded import recorded
 assert (files("zbpipe") / "py.typed").is_file()
+assert (files("zbpipe") / "_native.pyi").is_file()
 assert (files("zbpipe.kernels") / "COMPILED.md").is_file() and recorded()
 """
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from listing import list_rows, problems
+from listing import Lister, problems
 from zbpipe.schedule.limits import memory_limits
 from zbpipe.schedule.native import Problem
 from zbpipe.schedule.rules import draw, vary
@@ -32,7 +32,7 @@ def test_native_listing_is_the_plain_one(case, seed):
     problem = Problem(costs, placed, m, budget)
     policy = policy_of(problem, seed)
     order = problem.list(**policy)
-    plain = list_rows(costs, placed, m, memory_limits(costs, placed, budget), policy)
+    plain = Lister(costs, placed, m, memory_limits(costs, placed, budget), policy).run()
     if plain is None:
         assert order is None
     else:
