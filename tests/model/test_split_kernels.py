@@ -8,6 +8,8 @@ import pytest
 import torch
 from splitting import run_split
 from torch import nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.pytorch_utils import Conv1D
 
 from zbpipe.kernels import ops
@@ -64,6 +66,81 @@ def test_the_kernels_add_what_torch_adds(as_on_a_gpu, monkeypatch, fused, main) 
     for g, w in zip(got, grads(plain), strict=True):
         assert g.dtype == w.dtype == torch.float32
         torch.testing.assert_close(g, w, rtol=1e-5, atol=1e-5)
+
+
+NORMS = {
+    "layer": lambda: nn.LayerNorm(8),
+    "layer without bias": lambda: nn.LayerNorm(8, bias=False),
+    "rms": lambda: nn.RMSNorm(8, eps=1e-6),
+    "gemma": lambda: GemmaRMSNorm(8),
+}
+
+
+@pytest.mark.parametrize("make", NORMS.values(), ids=NORMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_norms_run_their_kernels(as_on_a_gpu, monkeypatch, make, dtype, frozen) -> None:
+    """I and W of a deferred norm, of 3 microbatches; as torch has them, and as fp64 has them."""
+    norm = make()
+    with torch.no_grad():
+        for p in norm.parameters():
+            p += torch.linspace(-0.5, 0.5, p.numel())
+    norm = norm.to(dtype)
+    norm.weight.requires_grad_(not frozen)
+    generator = torch.Generator().manual_seed(0)
+    xs = [torch.randn(3, 4, 8, generator=generator).to(dtype).requires_grad_() for _ in range(3)]
+    dYs = [torch.randn(3, 4, 8, generator=generator).to(dtype) for _ in range(3)]
+
+    def trained(norm: nn.Module) -> list[torch.Tensor]:
+        splitter = Splitter(norm, norms=True)
+        with wide_gradients(norm.parameters()):
+            seen = run_split(norm, xs, dYs, fused=False, delay=1, splitter=splitter)
+            return seen[1::2] + [p.grad for p in norm.parameters() if p.grad is not None]
+
+    plain, exact = copy.deepcopy(norm), copy.deepcopy(norm).double()
+    got = trained(norm)
+    # A bias alone is a plain sum, and of a norm that is frozen as a whole nothing is split.
+    some = not frozen or getattr(norm, "bias", None) is not None
+    assert sorted(as_on_a_gpu) == ["norm_dgrad"] * 3 * some + ["norm_wgrad_"] * 3 * (not frozen)
+    monkeypatch.setattr(accumulate, "_on_gpu", lambda tensor: False)
+    rounding = {torch.bfloat16: 1e-2, torch.float32: 1e-5}[dtype]
+    for g, w in zip(got, trained(plain), strict=True):
+        assert g.dtype == w.dtype
+        torch.testing.assert_close(g, w, rtol=rounding, atol=rounding)
+    xs, dYs = [x.detach().double().requires_grad_() for x in xs], [dY.double() for dY in dYs]
+    for g, w in zip(got, trained(exact), strict=True):
+        torch.testing.assert_close(g.double(), w, rtol=2 * rounding, atol=2 * rounding)
+
+
+def test_a_norm_whose_output_is_wider_than_its_input_stays_with_torch(as_on_a_gpu) -> None:
+    """transformers' have fp32 weights beside 16-bit activations; kernels take one dtype."""
+    norm = LlamaRMSNorm(8)
+    x = torch.randn(3, 8).bfloat16().requires_grad_()
+    run_split(norm, [x], [torch.randn(3, 8)], fused=False, splitter=Splitter(norm, norms=True))
+    assert norm.weight.grad is not None and not as_on_a_gpu
+
+
+def test_an_input_gradient_is_differentiated_again(as_on_a_gpu) -> None:
+    """A gradient penalty inside F: with an operator that has a backward of its own."""
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 8).bfloat16()
+    plain = copy.deepcopy(layer).double()
+    x = torch.randn(3, 8).bfloat16()
+
+    def penalty(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        (dX,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+        return dX.square().sum()
+
+    entry = Deferred()
+    with Splitter(layer).active(entry):
+        penalty(layer, x.clone()).backward()
+    entry.run()
+    assert "dgrad" in as_on_a_gpu
+    penalty(plain, x.clone().double()).backward()
+    for p, q in zip(layer.parameters(), plain.parameters(), strict=True):
+        error = (p.grad.double() - q.grad).abs().max() / q.grad.abs().max()
+        assert float(error) < 3e-2
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
