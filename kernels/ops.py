@@ -12,8 +12,13 @@ own function (CPU, one thread, tensors of 8 × 8, medians of 15 × 2000 calls):
 | `Library`, with autograd | 5.7 | |
 | the same below autograd | 2.2 | |
 
-Hence `below_autograd` for those who know that nothing is to be differentiated. A linear layer's I
-and W then cost 6 µs more than without operators. Double backward goes through `dgrad` and `wgrad`.
+Hence `below_autograd` for those who know that nothing is to be differentiated. In I + W of a GPT
+block (4 linears with biases, 12 operators, hidden 64, bf16) that adds up to 64 to 81 µs of 1 ms on
+the enqueueing thread, with `custom_op` it was 409 to 490. It is the host's time, beside what a
+device does; not yet run on one. Calling the functions themselves would save it, but leave a
+backward through dX (a gradient penalty) without a derivative.
+
+Double backward goes through `dgrad` and `wgrad`.
 """
 
 from __future__ import annotations

@@ -12,10 +12,11 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.pytorch_utils import Conv1D
 
-from zbpipe.kernels import ops
+from zbpipe.kernels import dispatch, ops
 from zbpipe.model.rules import accumulate
 from zbpipe.model.rules.products import Products
 from zbpipe.model.split import Deferred, Splitter, wide_gradients
+from zbpipe.runtime.memory import Allocations
 
 
 class Stage(nn.Module):
@@ -305,3 +306,17 @@ def test_what_a_step_leaves_to_the_kernels(as_on_a_gpu, parameter, runs) -> None
     with wide_gradients([parameter]):
         run_split(layer, [x], [torch.randn(3, 4).to(parameter.dtype)], fused=False)
     assert ("dgrad" in as_on_a_gpu, "wgrad_" in as_on_a_gpu) == runs
+
+
+def test_trials_see_what_the_operators_allocate_inside() -> None:
+    """As cuBLAS's product, before it is added; here the fp32 copies of 16-bit operands."""
+    dY, X, dW = torch.zeros(64, 32).bfloat16(), torch.zeros(64, 16).bfloat16(), torch.zeros(32, 16)
+    laps = []
+    for kernels in (dispatch, ops):
+        with torch.no_grad(), Allocations() as allocations:
+            kernels.wgrad_(dW, dY, X)
+            kernels.grouped_wgrad_(dW, [dY, dY], [X, X])
+            dX = kernels.dgrad(dY, dW.bfloat16())
+            laps.append((allocations.lap(), allocations._live))
+            del dX
+    assert laps[0] == laps[1] and laps[0][0] >= 4 * 64 * 32

@@ -87,6 +87,9 @@ class Splitter:
     hold x and dY for them costs a quarter more stash and makes I no shorter (rules/norm.py). What a
     frozen parameter would get is never made or held.
 
+    What torch.compile made, of a module or around it, runs as it is and stays in I: compiled code
+    cannot hand x and dY out.
+
     W adds to `.main_grad` where a parameter has one, else to `.grad`; see `wide_gradients` for
     low-precision weights.
 
