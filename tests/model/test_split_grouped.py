@@ -162,6 +162,33 @@ def test_an_autocast_microbatch_among_others_is_added_by_itself(as_on_a_gpu) -> 
     assert torch.equal(layer.weight.grad, plain.weight.grad)
 
 
+@pytest.mark.parametrize("make", [lambda: nn.Linear(8, 4, bias=False), Raw])
+def test_what_a_kernel_takes_as_a_copy_only_is_added_by_itself(as_on_a_gpu, make) -> None:
+    """An expanded dY, as a sum's backward makes it: one copy at a time."""
+    grads = []
+    for together in (True, False):
+        torch.manual_seed(0)
+        stage, entries = make().bfloat16(), []
+        for p in stage.parameters():
+            p.main_grad = torch.zeros(p.shape)
+        for m in range(3):
+            entries.append(Deferred())
+            x = torch.full((2, 8), m + 1.0).bfloat16()
+            with Splitter(stage).active(entries[-1]), Products(stage.parameters(), entries[-1]):
+                y = stage(x)
+            y.sum().backward()
+        as_on_a_gpu.clear()
+        if together:
+            run_together(entries)
+        for entry in entries:
+            entry.run()
+        grads += [p.main_grad for p in stage.parameters()]
+        # Raw's first product has a dY that the second one's backward made.
+        count = as_on_a_gpu["grouped_wgrad_"] + as_on_a_gpu["wgrad_"]
+        assert count == (3 if make is not Raw else 6)
+    assert torch.equal(*grads)
+
+
 def test_a_groups_tensors_are_let_go_of_before_the_next_is_added() -> None:
     """As `run` does record by record: what a kernel needs while it runs comes on top of less."""
     seen: list[weakref.ref[Tensor]] = []

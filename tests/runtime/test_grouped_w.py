@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from dataclasses import replace
 from itertools import pairwise
@@ -15,6 +16,7 @@ from cases import CASES, CHUNKED, Case
 from families import batch, build
 from unsplit import assert_same_gradients, gradients, reference
 from zbpipe.runtime import rank as ranks
+from zbpipe.runtime.device import CudaDevice, Device
 from zbpipe.runtime.planner import fused
 from zbpipe.runtime.stage import Stage
 from zbpipe.schedule.core import Schedule
@@ -212,3 +214,25 @@ def test_no_message_overwrites_what_a_held_w_reads(calls, monkeypatch) -> None:
         pipe.close()
         found.append(gradients(model.named_parameters()))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_ranks_on_cuda_devices_hold_w() -> None:
+    assert ranks.groups(CudaDevice(0)) and not ranks.groups(Device())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_gives_the_unsplit_models_gradients() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(4))).cuda().bfloat16()
+    plain = copy.deepcopy(model).float()
+    x, y = (torch.randn(1536, 4096, device="cuda").bfloat16() for _ in range(2))
+    pipe = zbpipe.wrap(
+        model, microbatches=6, schedule=Schedule.from_csv(HALVES), local_ranks=2,
+        loss_fn=nn.functional.mse_loss,
+    )  # fmt: skip
+    pipe.step(x, target=y)
+    pipe.close()
+    nn.functional.mse_loss(plain(x.float()), y.float()).backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert float((p.grad.float() - q.grad).norm() / q.grad.norm()) < 2e-2

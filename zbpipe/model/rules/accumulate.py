@@ -147,9 +147,13 @@ def add_products(parameter: Parameter, pairs: Sequence[Pair]) -> None:
 
 def add_products_to(parameter: Parameter, view: View, pairs: Sequence[Pair]) -> None:
     """gradient[view] += left @ right of each pair in order, without touching the rest."""
+    if len(pairs) > 1 and not _alike(pairs):
+        for pair in pairs:
+            add_products_to(parameter, view, [pair])
+        return
     grad = zeros_or(parameter)
     alike = grad.stride() == parameter.stride()
-    if alike and _alike(pairs) and _kernel_adds(view.on(grad), pairs[0][0]):
+    if alike and _kernel_adds(view.on(grad), pairs[0][0]):
         _kernels().grouped_wgrad_(view.on(grad), *_operands(pairs))
         return
     for left, right in pairs:
@@ -167,8 +171,13 @@ def add_products_to(parameter: Parameter, view: View, pairs: Sequence[Pair]) -> 
 
 
 def _alike(pairs: Sequence[Pair]) -> bool:
-    """Whether all operands have one dtype, as one launch takes them."""
-    return len({tensor.dtype for pair in pairs for tensor in pair}) == 1
+    """Whether one launch takes all operands: of one dtype, and as they lie.
+
+    What a kernel takes as a copy only is copied one microbatch at a time, as in W's of their own:
+    more than that no trial run has seen.
+    """
+    kinds = {tensor.dtype for pair in pairs for tensor in pair}
+    return len(kinds) == 1 and all(a.stride(0) == 1 and b.stride(-1) == 1 for a, b in pairs)
 
 
 def _operands(pairs: Sequence[Pair]) -> tuple[list[Tensor], list[Tensor]]:
