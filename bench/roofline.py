@@ -29,7 +29,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # Llama 3 8B and 70B: attention, up, down; and a layer too small to fill the device.
 LAYERS = ((4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192), (1024, 1024))
 ROWS = (2048, 4096, 8192)
-COUNTS = (1, 4)  # microbatches of a grouped W
+COUNTS = (1, tables.MOST)  # microbatches of a W: alone, and as many as a launch takes
 ARCHITECTURE = 90
 SM_REGISTERS, SM_SHARED, SM_WARPS = 65536, 228 * 1024, 64  # CUDA C++ Programming Guide, 9.0
 RESERVED_SHARED = 1024  # bytes a block, likewise
@@ -73,7 +73,7 @@ def product(kernel: str, dtype: str, rows: int, outs: int, ins: int, count: int 
     else:
         moved = size * count * rows * (outs + ins) + 2 * 4 * outs * ins  # dW is read and written
         programs = math.ceil(outs / config.outs) * math.ceil(ins / config.ins)
-    name = kernel + ("_tma" if config.tma else "")
+    name = kernel + ("_tma" if config.tma else "") + ("_grouped" if count > 1 else "")
     flops = 2.0 * count * rows * outs * ins
     case = f"{name} sm_{ARCHITECTURE}a {dtype}"
     return Work(kernel, case, flops, moved, programs, config.warps)
@@ -149,7 +149,8 @@ def table(name: str, dtypes: list[str]) -> list[dict[str, Any]]:
         for tokens in ROWS:
             for outs, ins in LAYERS:
                 shape = {"rows": tokens, "outs": outs, "ins": ins}
-                for kernel, count in (("dgrad", 1), *(("wgrad", c) for c in COUNTS)):
+                counts = COUNTS if dtype != "fp32" else COUNTS[:1]  # as wgrad.most
+                for kernel, count in (("dgrad", 1), *(("wgrad", c) for c in counts)):
                     work = product(kernel, dtype, tokens, outs, ins, count)
                     case = known.get((kernel, torch_name, tokens, outs, ins), {})
                     found = row(work, dtype, device, compiled)

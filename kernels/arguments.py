@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -54,22 +56,6 @@ def check_gradient(name: str, tensor: Tensor, shape: tuple[int | None, ...]) -> 
     check_matrix(name, tensor, shape)
 
 
-def check_ring(first: int, count: int, slots: int) -> None:
-    """Microbatches `first` to `first + count` modulo `slots` must be distinct slots."""
-    if not 0 <= first < max(slots, 1):
-        raise ConfigError(f"first = {first}: must be a slot, 0 to {slots - 1}")
-    if not 0 <= count <= slots:
-        raise ConfigError(f"count = {count}: must be 0 to {slots}, the number of slots")
-
-
-def as_ring(name: str, tensor: Tensor) -> Tensor:
-    """(rows, n) as (1, rows, n): one microbatch is a ring of one slot."""
-    if tensor.dim() == 2:
-        return tensor.unsqueeze(0)
-    check_shape(name, tensor, (None, None, None))
-    return tensor
-
-
 def check_statistics(name: str, tensor: Tensor, rows: int) -> None:
     """The mean or 1/σ of each row: fp32, contiguous, (rows,)."""
     if tensor.dtype != torch.float32:
@@ -89,16 +75,20 @@ def check_dgrad(dY: Tensor, W: Tensor) -> tuple[int, int, int]:
     return rows, outs, int(W.shape[1])
 
 
-def check_wgrad(dW: Tensor, dY: Tensor, X: Tensor, first: int, count: int) -> tuple[int, int, int]:
-    """(rows, outs, ins) of dW += Σ dY[s]ᵀ X[s]; dY and X are rings."""
-    check_matrix("dY", dY, (None, None, None))
-    slots, rows, outs = dY.shape
-    check_matrix("X", X, (slots, rows, None))
-    check_same_dtype("X", X, "dY", dY)
-    ins = int(X.shape[2])
-    check_gradient("dW", dW, (outs, ins))
-    check_ring(first, count, slots)
-    return rows, outs, ins
+def check_wgrad(dW: Tensor, dY: Sequence[Tensor], X: Sequence[Tensor]) -> tuple[int, int]:
+    """(outs, ins) of dW += Σ dY[m]ᵀ X[m] over microbatches m; each has rows of its own."""
+    if len(dY) != len(X):
+        raise ConfigError(f"X has {len(X)} microbatches and dY has {len(dY)}: must be as many")
+    check_gradient("dW", dW, (None, None))
+    outs, ins = dW.shape
+    for index, (y, x) in enumerate(zip(dY, X, strict=True)):
+        names = ("dY", "X") if len(dY) == 1 else (f"dY[{index}]", f"X[{index}]")
+        check_matrix(names[0], y, (None, outs))
+        check_matrix(names[1], x, (len(y), ins))
+        check_same_dtype(names[1], x, names[0], y)
+        if index:
+            check_same_dtype(names[0], y, "dY[0]", dY[0])
+    return outs, ins
 
 
 def check_norm(dY: Tensor, X: Tensor, rstd: Tensor, mean: Tensor | None) -> tuple[int, int]:

@@ -43,7 +43,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 TENSOR_CORE = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}  # of 16-bit operands
 # Launchers may pass these as 1 or 0, or as no multiple of 16: not specialised.
-ODD = ("rows", "first", "count", "slots", "padding", "offset", "chunk", "count_parts")
+ODD = ("rows", "count", "padding", "offset", "chunk", "count_parts")
 FP32 = ("dW", "mean", "rstd", "parts", "parts_w", "parts_b", "total")
 
 
@@ -52,7 +52,8 @@ class Case:
     """One compilation: a kernel, its arguments' types, its constants.
 
     `variant`: "" if widths and strides are multiples of 16 and W lies (outs, ins), as most are;
-    "ragged" if they are not; "turned" if W lies the other way. Pointers are aligned to 16 bytes.
+    "ragged" if they are not; "turned" if W lies the other way; "grouped" if dW is of as many
+    microbatches as a launch takes. Pointers are aligned to 16 bytes.
     """
 
     kernel: Any
@@ -132,17 +133,29 @@ def _products(architecture: int, dtype: str) -> Iterator[Case]:
                     expert_wgrad.expert_wgrad_kernel, architecture, dtype, types, constants,
                     config.warps, config.stages,
                 )  # fmt: skip
-            yield Case(
+            case = Case(
                 descriptors if tma else pointers, architecture, dtype, types, constants,
                 config.warps, config.stages,
             )  # fmt: skip
+            if name == "dgrad":
+                yield case
+                continue
+            for count in sorted({1, wgrad.most(DTYPES[dtype])}):
+                variant = "grouped" if count > 1 else ""
+                yield replace(case, constants=constants | _count(count), variant=variant)
+
+
+def _count(count: int) -> dict[str, Any]:
+    """The constants of a dW of so many microbatches: there are no operands past the last."""
+    names = (f"{name}{m}" for m in range(count, tables.MOST) for name in ("dY", "X", "rows"))
+    return {"COUNT": count, **dict.fromkeys(names)}
 
 
 def _variants(case: Case) -> Iterator[Case]:
     """A product through pointers, as other shapes and layouts have it compiled once more."""
     if case.types:
         return
-    ragged = replace(case, variant="ragged")
+    ragged = replace(case, variant=f"{case.variant}_ragged".strip("_"))
     if case.dtype != "fp32":
         config = tables.RAGGED["dgrad" if case.kernel is dgrad.dgrad_kernel else "wgrad"]
         constants = {k: config.meta().get(k, v) for k, v in case.constants.items()}
@@ -155,14 +168,11 @@ def _variants(case: Case) -> Iterator[Case]:
 
 def _descriptors(name: str, dtype: str, config: tables.Config) -> dict[str, str]:
     rows, outs, ins = config.rows, config.outs, config.ins
-    ring = "" if name == "dgrad" else "1,"
-    types = {"dY": f"tensordesc<{dtype}[{ring}{rows},{outs}]>"}
+    of_y = f"tensordesc<{dtype}[{rows},{outs}]>"
+    of_x = f"tensordesc<{dtype}[{rows},{ins}]>"
     if name == "dgrad":
-        types["W"] = f"tensordesc<{dtype}[{outs},{ins}]>"
-        types["dX"] = f"tensordesc<{dtype}[{rows},{ins}]>"
-    else:
-        types["X"] = f"tensordesc<{dtype}[{ring}{rows},{ins}]>"
-    return types
+        return {"dY": of_y, "W": f"tensordesc<{dtype}[{outs},{ins}]>", "dX": of_x}
+    return {f"{n}{m}": t for m in range(tables.MOST) for n, t in (("dY", of_y), ("X", of_x))}
 
 
 def _sums(architecture: int, dtype: str) -> Iterator[Case]:
@@ -193,6 +203,7 @@ def _type(case: Case, argument: str) -> str:
         return "constexpr"
     if argument in case.types:
         return case.types[argument]
+    argument = argument.rstrip("0123456789")  # of which microbatch
     if argument in FP32:
         return "*fp32"
     if argument in ("tokens", "order"):
@@ -208,8 +219,9 @@ def compile_case(case: Case) -> Report:
     """Compile it for its target and read the machine code."""
     names = case.kernel.arg_names
     types = {name: _type(case, name) for name in names}
-    multiples = "*" if case.variant == "ragged" else "*i"
-    aligned = [i for i, n in enumerate(names) if types[n][0] in multiples and n not in ODD]
+    multiples = "*" if case.variant.endswith("ragged") else "*i"
+    odd = [name.rstrip("0123456789") in ODD for name in names]
+    aligned = [i for i, n in enumerate(names) if types[n][0] in multiples and not odd[i]]
     source = ASTSource(
         fn=case.kernel,
         signature=types,

@@ -3,13 +3,14 @@
 On CUDA from sm_80 on the tables say whether Triton or cuBLAS runs a product; Triton, if it is
 installed, runs what torch has no one kernel for. Elsewhere torch's own operators do. A group is
 then a loop in order: the same additions, hence the same bits, as a call for each. Names that end in
-`_` add to their first argument. `ops.py` makes torch operators of these; the split, whose I and W
-nobody traces, calls them as they are (an operator takes 21 µs more a call, on CPU).
+`_` add to their first argument. `ops.py` makes torch operators of these, which the split calls.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -17,14 +18,12 @@ from torch import Tensor
 from . import tables
 from .arguments import (
     LOW,
-    as_ring,
     check_dgrad,
     check_embedding,
     check_expert_wgrad,
     check_gradient,
     check_matrix,
     check_norm,
-    check_ring,
     check_wgrad,
 )
 from .target import architecture, can_use_descriptors, has_kernels
@@ -83,26 +82,35 @@ def dgrad(dY: Tensor, W: Tensor) -> Tensor:
     return dY.mm(W)
 
 
-def wgrad_(dW: Tensor, dY: Tensor, X: Tensor, first: int = 0, count: int | None = None) -> None:
-    """dW (outs, ins), fp32, += Σ dY[s]ᵀ X[s] over `count` slots s from `first`, modulo `slots`.
+def wgrad_(dW: Tensor, dY: Tensor, X: Tensor) -> None:
+    """dW (outs, ins), fp32, += dYᵀ X; dY (rows, outs), X (rows, ins)."""
+    grouped_wgrad_(dW, (dY,), (X,))
 
-    dY (slots, rows, outs), X (slots, rows, ins), or one slot without the first dimension.
+
+def grouped_wgrad_(dW: Tensor, dY: Sequence[Tensor], X: Sequence[Tensor]) -> None:
+    """dW (outs, ins), fp32, += Σ dY[m]ᵀ X[m] over the microbatches m, in order.
+
+    dY[m] (rows, outs), X[m] (rows, ins); rows may differ. On Triton several are one launch, with
+    the bits of a call for each (wgrad.py).
     """
-    dY, X = as_ring("dY", dY), as_ring("X", X)
-    count = len(dY) if count is None else count
-    shape = check_wgrad(dW, dY, X, first, count)
-    if _by_triton(dY):
-        able = can_use_descriptors(dY, X)
-        config = tables.choose("wgrad", architecture(dY.device), dY.dtype, shape, able)
-        if config.triton:
+    check_wgrad(dW, dY, X)
+    for by_triton, run in groupby(zip(dY, X, strict=True), lambda pair: _wgrad_by_triton(*pair)):
+        if by_triton:
             from . import wgrad as kernel
 
-            with _on_device_of(dY):
-                kernel.wgrad(dW, dY, X, first, count, config=config)
-            return
-    for step in range(count):
-        slot = (first + step) % len(dY)
-        add_product(dW, dY[slot], X[slot])
+            with _on_device_of(dW):
+                kernel.wgrad(dW, *zip(*run, strict=True))
+            continue
+        for y, x in run:
+            add_product(dW, y, x)
+
+
+def _wgrad_by_triton(dY: Tensor, X: Tensor) -> bool:
+    if not _by_triton(dY):
+        return False
+    able = can_use_descriptors(dY, X)
+    shape = (len(dY), dY.shape[1], X.shape[1])
+    return tables.choose("wgrad", architecture(dY.device), dY.dtype, shape, able).triton
 
 
 def add_product(dW: Tensor, dY: Tensor, X: Tensor) -> None:
@@ -140,21 +148,17 @@ def expert_wgrad_(dW: Tensor, dY: Tensor, X: Tensor, offsets: Tensor) -> None:
         start = end
 
 
-def bias_grad_(db: Tensor, dY: Tensor, first: int = 0, count: int | None = None) -> None:
-    """db (outs,), fp32, += the column sums of `count` slots of dY from `first`."""
-    dY = as_ring("dY", dY)
-    check_matrix("dY", dY, (None, None, None))
-    check_gradient("db", db, (dY.shape[2],))
-    count = len(dY) if count is None else count
-    check_ring(first, count, len(dY))
+def bias_grad_(db: Tensor, dY: Tensor) -> None:
+    """db (outs,), fp32, += the column sums of dY (rows, outs)."""
+    check_matrix("dY", dY, (None, None))
+    check_gradient("db", db, (dY.shape[1],))
     if _by_triton(dY):
         from . import bias_grad as kernel
 
         with _on_device_of(dY):
-            kernel.bias_grad(db, dY, first, count)
+            kernel.bias_grad(db, dY)
         return
-    for step in range(count):
-        db += dY[(first + step) % len(dY)].sum(0, dtype=db.dtype)
+    db += dY.sum(0, dtype=db.dtype)
 
 
 def norm_dgrad(

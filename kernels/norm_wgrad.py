@@ -65,7 +65,7 @@ def norm_wgrad(
     if X.numel() == 0:
         return
     count = parts_of(rows)
-    parts = torch.empty(2, 1, count, n, dtype=torch.float32, device=X.device)
+    parts = torch.empty(2, count, n, dtype=torch.float32, device=X.device)
     norm_wgrad_kernel[(triton.cdiv(n, COLUMNS), count)](
         dY, X, rstd if mean is None else mean, rstd, parts[0], parts[1], rows, n,
         dY.stride(0), X.stride(0), triton.cdiv(rows, count),

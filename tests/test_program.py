@@ -274,3 +274,43 @@ def test_virtual_programs_sleep_and_send_bytes():
             else:
                 assert new == old
             assert (new.waits, new.slot, new.signals) == (old.waits, old.slot, old.signals)
+
+
+# Rank 1 takes the batch in two halves, and W's of the first stand next to each other.
+HALVES = """0F0,0F1,0I0,0I1,0W0,0W1,0F2,0F3,0I2,0W2,0I3,0W3
+1F0,1I0,1F1,1I1,1W0,1W1,1F2,1I2,1F3,1I3,1W2,1W3
+"""
+
+
+def test_what_ws_of_a_run_read_is_kept_until_its_end():
+    schedule = Schedule.from_csv(HALVES)
+    run = (Action(1, "W", 0), Action(1, "W", 1))
+    for runs in ((), (run,)):
+        program = compile(replace(schedule, runs=runs), prefetch=0).ranks[1]
+        at = {e.action: i for i, e in enumerate(program.instructions) if e.lane == 0}
+        waits = [
+            w
+            for e in program.instructions
+            if e.op == Op.RECEIVE and e.action.microbatch >= 2
+            for w in e.waits
+            if program.instructions[w].lane == 0
+        ]
+        assert waits == [at[run[1]]] * 2 if runs else [at[run[0]], at[run[1]]]
+        assert program.together == ({at[run[0]]: (), at[run[1]]: (0, 1)} if runs else {})
+        assert not compile(replace(schedule, runs=runs)).ranks[0].together
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        (),
+        (Action(1, "W", 1), Action(1, "W", 0)),
+        (Action(1, "W", 1), Action(1, "W", 2)),
+        (Action(1, "I", 1), Action(1, "W", 0)),
+        (Action(1, "W", 7), Action(1, "W", 8)),
+    ],
+)
+def test_a_run_that_is_none_is_refused(run):
+    schedule = replace(Schedule.from_csv(HALVES), runs=(run,))
+    with pytest.raises(ScheduleError, match="W's of one stage that stand next to each other"):
+        compile(schedule)

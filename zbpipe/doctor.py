@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+# As kernels.target.OLDEST_TRITON, which cannot be imported without torch.
+_OLDEST_TRITON = (3, 6)
 # What the CPU path needs; the rest is for CUDA.
 _REQUIRED = ("extension", "torch", "transport shm")
 
@@ -188,10 +190,15 @@ def _nccl() -> Finding:
 
 def _triton() -> Finding:
     found = _installed("triton")
-    if found is not None:
-        return Finding("Triton", True, found)
-    fix = "pip install triton (the extra [cuda]); only zbpipe.kernels needs it"
-    return Finding("Triton", False, "not installed", fix)
+    needs = "; only zbpipe.kernels needs it, without it torch computes the same"
+    if found is None:
+        fix = f"pip install triton (the extra [cuda]){needs}"
+        return Finding("Triton", False, "not installed", fix)
+    oldest = ".".join(map(str, _OLDEST_TRITON))
+    if tuple(int(n) for n in re.findall(r"\d+", found)[:2]) < _OLDEST_TRITON:
+        fix = f"pip install 'triton>={oldest}'{needs}"
+        return Finding("Triton", False, f"{found}, the kernels want {oldest} or newer", fix)
+    return Finding("Triton", True, found)
 
 
 def _queues() -> Finding:

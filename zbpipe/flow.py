@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from .errors import ScheduleError
 from .schedule.core import Action, Schedule
 
 
@@ -25,6 +26,10 @@ class Flow:
         self.schedule = schedule
         self.forward_only = forward_only
         self.place = {action: i for row in schedule.rows for i, action in enumerate(row)}
+        # The W's of a run may all be computed at its end, and what they read is held until then.
+        self._ends = {action: run[-1] for run in schedule.runs for action in run}
+        for run in schedule.runs:
+            self._check(run)
         # What a rank does in its lane for tied gradients, and the actions that it is to wait for.
         self.sums: list[dict[Action, tuple[Action, ...]]] = [{} for _ in schedule.rows]
         handed = self._tie() if tied else {}
@@ -36,6 +41,17 @@ class Flow:
                     if target is not None and target[1] != rank:
                         pair = (rank, target[1])
                         self.channels.setdefault(pair, []).append(self._message(sent))
+
+    def _check(self, run: tuple[Action, ...]) -> None:
+        """A run is W's of one stage, next to each other in its rank's row."""
+        stage = run[0].stage if run else 0
+        at = self.place.get(run[0], 0) if run else 0
+        row = self.schedule.rows[self.schedule.placement[stage]]
+        if not run or row[at : at + len(run)] != run or any(a[:2] != (stage, "W") for a in run):
+            raise ScheduleError(
+                f"runs has ({', '.join(map(str, run))}): want W's of one stage that stand next to "
+                "each other in their rank's row"
+            )
 
     def _tie(self) -> dict[Action, tuple[Action, ...]]:
         """Place R and S; what each R follows."""
@@ -84,7 +100,10 @@ class Flow:
     def _last(self, stage: int, microbatch: int) -> Action:
         """The action after which `stage` holds nothing of the microbatch."""
         fused = Action(stage, "B", microbatch)
-        return fused if fused in self.place else Action(stage, "W", microbatch)
+        if fused in self.place:
+            return fused
+        alone = Action(stage, "W", microbatch)
+        return self._ends.get(alone, alone)
 
     def _message(self, action: Action) -> Message:
         """Who reads what `action` sends.

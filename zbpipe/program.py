@@ -9,9 +9,9 @@ A rank has a compute lane and, for each rank it talks to, a lane to send and one
 
 A lane is first in, first out; lanes are ordered among each other by `waits` alone. A message lies
 in a slot of its channel (sending rank → receiving rank) from its receive to its last reader: the
-action that lets go of it (W, since the first layer may stash its input) and every send of a tensor
-that may alias it. Slots are coloured by that lifetime, so there are as many as there is work in
-flight, and a few more so that messages arrive ahead of time.
+action that lets go of it (W, since the first layer may stash its input, or the last W of its run)
+and every send of a tensor that may alias it. Slots are coloured by that lifetime, so there are as
+many as there is work in flight, and a few more so that messages arrive ahead of time.
 
 Parameters that the first and the last stage share have a gradient on either. It is handed over (R)
 as soon as the stage's last weight gradient is in, and summed with the other end's (S), in a lane of
@@ -25,7 +25,7 @@ its own beside what the ranks still compute:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from .errors import ScheduleError
@@ -72,6 +72,8 @@ class Program:
     `destinations`, `sources`: the peer of each outgoing and incoming channel.
     `sends[instruction]`, `needs[instruction]`: for a compute instruction, the SEND that carries its
     result and the RECEIVE that brings its input, where it has them.
+    `together[instruction]`: for the W's of a run (Schedule.runs), the microbatches that may be
+    computed there: all of the run at its last W, none at those before, which are held until then.
     """
 
     rank: int
@@ -81,6 +83,7 @@ class Program:
     sources: tuple[int, ...]
     sends: dict[int, int]
     needs: dict[int, int]
+    together: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def renumbered(self, destinations: Sequence[int], sources: Sequence[int]) -> Program:
         """The same Program for a rank with channels to and from these peers, its own among them."""
@@ -240,6 +243,12 @@ def _program(
         sources=sources,
         sends={index["compute", a]: i for (way, a), i in index.items() if way == "send"},
         needs=needs,
+        together={
+            index["compute", action]: tuple(a.microbatch for a in run) if action == run[-1] else ()
+            for run in flow.schedule.runs
+            if flow.schedule.placement[run[0].stage] == rank
+            for action in run
+        },
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 
 from zbpipe import doctor
 from zbpipe.cli import main
+from zbpipe.kernels import target
 
 NOWHERE = {"ZBPIPE_CUDART": "/nowhere/libcudart.so"}
 
@@ -123,3 +125,31 @@ def test_few_hardware_queues_are_told_of(monkeypatch, value, ok):
     if value is not None:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", value)
     assert doctor._queues().ok is ok
+
+
+@pytest.mark.parametrize(
+    ("version", "ok", "detail"),
+    [
+        ("3.6.0", True, "triton 3.6.0"),
+        ("3.10.1+git", True, "triton 3.10.1+git"),
+        ("3.5.1", False, "triton 3.5.1, the kernels want 3.6 or newer"),
+        ("2.9", False, "triton 2.9, the kernels want 3.6 or newer"),
+        (None, False, "not installed"),
+    ],
+)
+def test_an_old_triton_is_told_of(monkeypatch, version, ok, detail):
+    def installed(name):
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", installed)
+    found = doctor._triton()
+    assert (found.ok, found.detail) == (ok, detail)
+    assert ok or (
+        "pip install" in found.fix and ("triton>=3.6" in found.fix) == (version is not None)
+    )
+
+
+def test_the_oldest_triton_is_the_kernels():
+    assert doctor._OLDEST_TRITON == target.OLDEST_TRITON

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,7 +26,10 @@ from cases import CASES, CHUNKED, Case
 from crews import forked
 from families import batch, build
 from unsplit import assert_same_gradients, gradients, reference
+from zbpipe.kernels import ops
+from zbpipe.model.rules import accumulate
 from zbpipe.runtime import device as devices
+from zbpipe.runtime import rank as ranks
 from zbpipe.runtime.device import Device
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -140,6 +144,47 @@ def test_tied_embeddings_cross_by_streams_of_their_own(on_fake):
     a, b = model.model.embed_tokens.weight.grad, want.model.embed_tokens.weight.grad
     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
     pipe.close()
+    assert device.fake.reports() == []
+
+
+# Both ranks have W's next to each other while messages are still to come in.
+HALVES = """0F0,0F1,0F2,0I0,0I1,0I2,0W0,0W1,0W2,0F3,0F4,0F5,0I3,0I4,0I5,0W3,0W4,0W5
+1F0,1I0,1F1,1I1,1F2,1I2,1W0,1W1,1W2,1F3,1I3,1F4,1I4,1F5,1I5,1W3,1W4,1W5
+"""
+
+
+def test_ws_of_a_run_are_one_launch_a_weight(on_fake, monkeypatch):
+    """As on CUDA: held, and added by our operators; with the bits of one after the other."""
+    device = on_fake(jitter=200)
+    calls: Counter[str] = Counter()
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            calls[name] += 1
+            return getattr(ops, name)
+
+    monkeypatch.setattr(accumulate, "_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(accumulate, "_kernels", Counting)
+    found = []
+    for held in (False, True):
+        monkeypatch.setattr(ranks, "groups", lambda device, held=held: held)
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4))).bfloat16()
+        pipe = zbpipe.wrap(
+            model, microbatches=6, schedule=zbpipe.Schedule.from_csv(HALVES), local_ranks=2,
+            loss_fn=torch.nn.functional.mse_loss,
+        )  # fmt: skip
+        pipe._settings = replace(pipe._settings, poison=True)
+        generator = torch.Generator().manual_seed(1)
+        x, y = (torch.randn(17, 8, generator=generator).bfloat16() for _ in range(2))
+        calls.clear()
+        pipe.step(x, target=y)
+        # 4 weights and 6 microbatches, or 2 runs of them.
+        grouped, alone = calls["grouped_wgrad_"], calls["wgrad_"]
+        assert (grouped, alone) == ((8, 0) if held else (0, 24))
+        found.append(gradients(model.named_parameters()))
+        pipe.close()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
     assert device.fake.reports() == []
 
 

@@ -1,4 +1,4 @@
-"""Runs kernel_cases.py in processes of its own: TRITON_INTERPRET counts at Triton's import."""
+"""Runs cases_*.py in processes of their own: TRITON_INTERPRET counts at Triton's import."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from pathlib import Path
 import pytest
 import torch
 
-CASES = Path(__file__).with_name("kernel_cases.py")
+CASES = sorted(Path(__file__).parent.glob("cases_*.py"))
 
 
 # A GPU has every variant compiled first, some 0.3 s each: more than pytest's limit a test is fair.
 ON_GPU = pytest.param("GPU", marks=[pytest.mark.gpu, pytest.mark.timeout(900)])
 
 
+@pytest.mark.parametrize("cases", CASES, ids=lambda path: path.stem)
 @pytest.mark.parametrize("where", ["interpreter", ON_GPU])
-def test_every_kernel(where) -> None:
+def test_every_kernel(where, cases) -> None:
     pytest.importorskip("triton", reason="triton is not installed (extra [cuda])")
     if where == "GPU" and not torch.cuda.is_available():
         pytest.skip("torch.cuda finds no GPU")
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env |= {"OMP_NUM_THREADS": "1"} | ({"TRITON_INTERPRET": "1"} if where == "interpreter" else {})
-    command = [sys.executable, "-m", "pytest", str(CASES), "-q", "--tb=short"]
+    command = [sys.executable, "-m", "pytest", str(cases), "-q", "--tb=short"]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "skipped" not in done.stdout

@@ -1,4 +1,4 @@
-"""The operators on CPU: against fp64, groups against their microbatches, and with fake tensors."""
+"""The operators on CPU: against fp64, groups against their microbatches, fake and compiled."""
 
 from __future__ import annotations
 
@@ -37,24 +37,15 @@ def test_products_are_what_they_say(dtype) -> None:
     assert off(ops.wgrad(dY, X), dY.double().t() @ X.double()) < 1e-6
 
 
-@given(
-    rows=st.integers(0, 9),
-    slots=st.integers(1, 4),
-    numbers=st.data(),
-    dtype=st.sampled_from(DTYPES),
-)
-def test_a_group_has_the_bits_of_its_microbatches(rows, slots, numbers, dtype) -> None:
-    first = numbers.draw(st.integers(0, slots - 1), "first")
-    count = numbers.draw(st.integers(0, slots), "count")
-    dY, X = draw(slots, rows, 3, dtype=dtype), draw(slots, rows, 4, dtype=dtype)
-    dW, db = [draw(3, 4) for _ in range(2)], [draw(3) for _ in range(2)]
-    ops.wgrad_(dW[0], dY, X, first, count)
-    ops.bias_grad_(db[0], dY, first, count)
-    for step in range(count):
-        slot = (first + step) % slots
-        ops.wgrad_(dW[1], dY[slot], X[slot])
-        ops.bias_grad_(db[1], dY[slot])
-    assert torch.equal(*dW) and torch.equal(*db)
+@given(rows=st.lists(st.integers(0, 9), max_size=6), dtype=st.sampled_from(DTYPES))
+def test_a_group_has_the_bits_of_its_microbatches(rows, dtype) -> None:
+    dY = [draw(n, 3, dtype=dtype, seed=m) for m, n in enumerate(rows)]
+    X = [draw(n, 4, dtype=dtype, seed=m) for m, n in enumerate(rows)]
+    together, apart = draw(3, 4), draw(3, 4)
+    ops.grouped_wgrad_(together, dY, X)
+    for y, x in zip(dY, X, strict=True):
+        ops.wgrad_(apart, y, x)
+    assert torch.equal(together, apart)
 
 
 def test_each_expert_gets_its_rows() -> None:
@@ -113,7 +104,12 @@ def test_second_derivatives() -> None:
 CALLS = {
     "dgrad": lambda: (draw(7, 3).requires_grad_(), draw(3, 4).requires_grad_()),
     "wgrad": lambda: (draw(7, 3).requires_grad_(), draw(7, 4).requires_grad_()),
-    "wgrad_": lambda: (draw(3, 4), draw(2, 7, 3), draw(2, 7, 4), 1, 2),
+    "wgrad_": lambda: (draw(3, 4), draw(7, 3), draw(7, 4)),
+    "grouped_wgrad_": lambda: (
+        draw(3, 4),
+        [draw(7, 3), draw(2, 3)],
+        [draw(7, 4), draw(2, 4)],
+    ),
     "expert_wgrad_": lambda: (draw(2, 3, 4), draw(7, 3), draw(7, 4), torch.tensor([4, 6]).int()),
     "bias_grad_": lambda: (draw(3), draw(7, 3)),
     "norm_dgrad": lambda: (draw(7, 4), draw(7, 4), draw(4), draw(7), draw(7), 1.0),
@@ -143,11 +139,64 @@ def test_fake_tensors_have_the_real_ones_shape_and_dtype(name) -> None:
         (lambda: ops.dgrad(draw(7, 3), draw(4, 3)), r"W has shape \(4, 3\): must be \(3, any\)"),
         (lambda: ops.dgrad(draw(7, 3), draw(3, 4).double()), "W is torch.float64"),
         (lambda: ops.wgrad_(draw(3, 4).half(), draw(7, 3), draw(7, 4)), "dW is torch.float16"),
-        (lambda: ops.wgrad_(draw(3, 4), draw(7, 3), draw(6, 4)), r"X has shape \(1, 6, 4\)"),
-        (lambda: ops.bias_grad_(draw(3), draw(2, 7, 3), 2), "first = 2"),
+        (lambda: ops.wgrad_(draw(3, 4), draw(7, 3), draw(6, 4)), r"X has shape \(6, 4\)"),
+        (
+            lambda: ops.grouped_wgrad_(draw(3, 4), [draw(7, 3)] * 2, [draw(7, 4), draw(6, 4)]),
+            r"X\[1\] has shape \(6, 4\)",
+        ),
+        (lambda: ops.grouped_wgrad_(draw(3, 4), [draw(7, 3)], []), "X has 0 microbatches and dY"),
+        (lambda: ops.bias_grad_(draw(3), draw(2, 7, 3)), r"dY has shape \(2, 7, 3\)"),
         (lambda: ops.embedding_grad_(draw(9, 4), draw(5, 4), torch.ones(5)), "indices is"),
     ],
 )
 def test_misuse_names_the_argument(call, message) -> None:
     with pytest.raises(ConfigError, match=message):
         call()
+
+
+@pytest.fixture(params=["aot_eager", "inductor"])
+def compiled(request):
+    """`compiled(f)`: as one graph, or it fails; counts compilations from none."""
+    torch._dynamo.reset()
+    yield lambda f: torch.compile(f, backend=request.param, fullgraph=True)
+    torch._dynamo.reset()
+
+
+def test_i_and_w_compile_to_one_graph(compiled) -> None:
+    """dX and all that W adds, with gradients that are there already."""
+
+    def backward(dY, X, W, offsets, indices, rstd, dW, experts, db, dn, table):
+        dX = ops.dgrad(dY, W)
+        ops.wgrad_(dW, dY, X)
+        ops.grouped_wgrad_(dW, [dY, dY[:2]], [X, X[:2]])
+        ops.expert_wgrad_(experts, dY, X, offsets)
+        ops.bias_grad_(db, dY)
+        ops.norm_wgrad_(dn, None, X, X, rstd, None)
+        ops.embedding_grad_(table, dY, indices)
+        return dX + ops.norm_dgrad(X, X, W[0], rstd, None, 1.0)
+
+    dY, X, W, rstd = draw(7, 3), draw(7, 4), draw(3, 4), draw(7).abs()
+    given = (dY, X, W, torch.tensor([4, 6]).int(), torch.tensor([1, 2, 2, 0, 8, 1, 1]), rstd)
+    sums = [[draw(3, 4), draw(2, 3, 4), draw(3), draw(4), draw(9, 3)] for _ in range(2)]
+    got = compiled(backward)(*given, *sums[0])
+    want = backward(*given, *sums[1])
+    for g, w in zip((got, *sums[0]), (want, *sums[1]), strict=True):
+        torch.testing.assert_close(g, w)
+
+
+def test_a_layer_made_of_the_operators_compiles_with_its_backward(compiled) -> None:
+    def loss(dY, W, X):
+        return (ops.dgrad(dY, W).square().sum() + ops.wgrad(dY, X).square().sum()).sqrt()
+
+    leaves = [draw(7, 3).requires_grad_(), draw(3, 4).requires_grad_(), draw(7, 4).requires_grad_()]
+    want = torch.autograd.grad(loss(*leaves), leaves)
+    got = torch.autograd.grad(compiled(loss)(*leaves), leaves)
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w)
+
+
+def test_below_autograd_nothing_is_recorded() -> None:
+    dY, W = draw(7, 3).requires_grad_(), draw(3, 4)
+    with ops.below_autograd():
+        assert not ops.dgrad(dY, W).requires_grad
+    assert ops.dgrad(dY, W).requires_grad

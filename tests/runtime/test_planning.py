@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +15,9 @@ import zbpipe
 from cases import CASES, SCHEDULES, Map, mse
 from unsplit import assert_same_gradients, gradients, reference
 from zbpipe import MemoryBudgetError, Plan
-from zbpipe.runtime.planner import fused, split_backward
+from zbpipe.kernels import tables
+from zbpipe.program import compile
+from zbpipe.runtime.planner import RUN, fused, split_backward
 from zbpipe.schedule import build
 from zbpipe.schedule.check import check
 from zbpipe.schedule.simulate import simulate
@@ -170,3 +175,45 @@ def test_the_first_stage_of_zb_h1_is_fused() -> None:
         "0F0", "0F1", "0B0", "0F2", "0B1", "0B2",
     ]  # fmt: skip
     assert fused(build("zb_h1", 2, 3)).rows[1] == build("zb_h1", 2, 3).rows[1]
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(FUSABLE), st.integers(1, 5), st.integers(1, 9))
+def test_runs_are_all_the_ws_that_follow_one_another(name, ranks, microbatches):
+    joined = fused(build(name, ranks, microbatches))
+    place = {a: (rank, i) for rank, row in enumerate(joined.rows) for i, a in enumerate(row)}
+    follows = {
+        (a, b)
+        for row in joined.rows
+        for a, b in pairwise(row)
+        if a.kind == b.kind == "W" and a.stage == b.stage
+    }
+    inside = {pair for run in joined.runs for pair in pairwise(run)}
+    assert inside <= follows and all(2 <= len(run) <= RUN for run in joined.runs)
+    # What follows and is in no run together stands where a run was full.
+    ends = {run[-1]: run for run in joined.runs}
+    assert all(len(ends[a]) == RUN for a, _ in follows - inside)
+    cells = [a for run in joined.runs for a in run]
+    assert len(cells) == len(set(cells))
+    for run in joined.runs:
+        assert [a.microbatch for a in run] == sorted(a.microbatch for a in run)
+        assert len({place[a][0] for a in run}) == 1
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(FUSABLE), st.integers(1, 5), st.integers(1, 9), st.booleans())
+def test_runs_need_no_more_slots(name, ranks, microbatches, tied):
+    joined = fused(build(name, ranks, microbatches))
+    assert compile(joined, tied=tied).slots == compile(replace(joined, runs=()), tied=tied).slots
+
+
+def test_the_ws_that_are_left_at_the_end_are_a_run() -> None:
+    # Rank 2 of ZB-H1 delays W by two microbatches.
+    assert [[str(a) for a in run] for run in fused(build("zb_h1", 3, 6)).runs] == [
+        ["1W4", "1W5"], ["2W3", "2W4", "2W5"],
+    ]  # fmt: skip
+    assert fused(build("1f1b", 3, 6)).runs == ()
+
+
+def test_a_run_is_what_a_launch_takes() -> None:
+    assert RUN == tables.MOST

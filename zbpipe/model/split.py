@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import Parameter
 
 from zbpipe.errors import ZbpipeError
+from zbpipe.model.hooks import fire_hooks, mute_hooks
 from zbpipe.model.rules import Deferred
-from zbpipe.model.rules.choose import Rule, SplitForward, rule_for
+from zbpipe.model.rules.choose import Active, Rule, SplitForward, rule_for
 
 __all__ = [
     "Deferred",
@@ -85,6 +87,9 @@ class Splitter:
     hold x and dY for them costs a quarter more stash and makes I no shorter (rules/norm.py). What a
     frozen parameter would get is never made or held.
 
+    What torch.compile made, of a module or around it, runs as it is and stays in I: compiled code
+    cannot hand x and dY out.
+
     W adds to `.main_grad` where a parameter has one, else to `.grad`; see `wide_gradients` for
     low-precision weights.
 
@@ -105,7 +110,8 @@ class Splitter:
         self._norms = norms
         self._rules: dict[_Kind, Rule | str] = {}
         self._excluded = {id(p): p for p in excluded}
-        self._active = False
+        self._now = Active()
+        self._stand_ins: list[SplitForward] = []
         self._decide()
 
     @contextmanager
@@ -117,15 +123,15 @@ class Splitter:
         Raises ZbpipeError if the splitter is already active: one stage runs one microbatch at a
         time.
         """
-        if self._active:
+        if self._now.entry is not None:
             raise ZbpipeError(
                 "Splitter.active() entered twice: leave the context of one microbatch before the "
                 "next one starts, or its weight gradients would go to the wrong entry"
             )
         if self._is_stale():
             self._decide()
-        stand_ins = [SplitForward(s.module, s.rule, entry) for s in self._split if s.rule]
-        self._active = True
+        stand_ins = self._stand_ins
+        self._now.entry = entry
         try:
             for stand_in in stand_ins:
                 stand_in.module.__dict__["forward"] = stand_in
@@ -134,11 +140,15 @@ class Splitter:
             for stand_in in stand_ins:
                 if stand_in.module.__dict__.get("forward") is stand_in:
                     del stand_in.module.__dict__["forward"]
-            self._active = False
+            self._now.entry = None
 
-    def report(self) -> SplitReport:
-        """What is deferred now and what is not, and why."""
-        if not self._active and self._is_stale():
+    def report(self, eager: Collection[Parameter] = ()) -> SplitReport:
+        """What is deferred now and what is not, and why.
+
+        `eager`: parameters that autograd was found to accumulate into, too (graph.used_directly),
+        as where a product with them is written out, or runs in code that torch.compile made.
+        """
+        if self._now.entry is None and self._is_stale():
             self._decide()
         deferred = total = 0.0
         left = []
@@ -148,6 +158,8 @@ class Splitter:
             flops *= site.share
             total += flops
             reason = self._reasons.get(id(site.module))
+            if reason is None and (name := _first_of(site, eager)):
+                reason = f"{name} is also used outside of the module's own forward, or compiled"
             if reason is None:
                 deferred += flops
             elif trainable:
@@ -169,6 +181,13 @@ class Splitter:
         own = {id(s.module): reason for s in self._sites if (reason := self._own_reason(s))}
         self._reasons = _close_over_shared(self._sites, own)
         self._split = [s for s in self._sites if id(s.module) not in self._reasons]
+        # Kept where nothing changed, since compiled code around them asks for the very object.
+        known = {(id(f.module), f.rule): f for f in self._stand_ins}
+        self._stand_ins = [
+            known.get((id(s.module), s.rule)) or SplitForward(s.module, s.rule, self._now)
+            for s in self._split
+            if s.rule
+        ]
         # A site with a rule is kept out by something that may go away again: a hook, a patch.
         self._may_grow = any(
             "forward" in s.module.__dict__ or any(p._backward_hooks for p in s.parameters.values())
@@ -251,7 +270,21 @@ def _opaque(module: nn.Module) -> str:
         return "MultiheadAttention reads its parameters itself"
     if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
         return "compiled by torch.compile"
+    if any(_is_compiled(held) for held in (module.forward, *vars(module).values())):
+        return "its forward is compiled by torch.compile"
     return ""
+
+
+def _is_compiled(held: Any) -> bool:
+    """Whether it is what torch.compile made of a method, which may run modules inside this one."""
+    plain = getattr(held, "_torchdynamo_orig_callable", None)
+    return plain is not None and (inspect.ismethod(held) or inspect.ismethod(plain))
+
+
+def _first_of(site: _Site, parameters: Collection[Parameter]) -> str:
+    """The name of the first parameter of the site that is among these, "" if none is."""
+    own = site.parameters.items()
+    return next((n for n, p in own if p.requires_grad and p in parameters), "")
 
 
 def _unfit(parameters: dict[str, Parameter]) -> str:
@@ -273,54 +306,6 @@ def _unfit(parameters: dict[str, Parameter]) -> str:
 
 def _flops(parameters: Iterable[Parameter]) -> float:
     return 2.0 * sum(p.numel() for p in parameters)
-
-
-@contextmanager
-def mute_hooks(
-    parameters: Iterable[Parameter], touched: set[Parameter] | None = None
-) -> Iterator[None]:
-    """Keep post-accumulate-grad hooks from firing inside; used around each I and B.
-
-    Autograd would call them once a microbatch, before W has run. `fire_hooks` calls them when the
-    gradient is complete. Parameters with such hooks that autograd accumulates into meanwhile are
-    added to `touched`. Hooks that are registered inside are not muted; they stay registered.
-    """
-    muted = []
-    try:
-        for parameter in parameters:
-            hooks = parameter._post_accumulate_grad_hooks
-            if hooks and _RECORDER not in hooks:
-                muted.append((hooks, dict(hooks)))
-                hooks.clear()  # in place: autograd holds this dict
-                hooks[_RECORDER] = _ignore if touched is None else touched.add
-        yield
-    finally:
-        for hooks, saved in muted:
-            del hooks[_RECORDER]
-            added = dict(hooks)
-            hooks.clear()
-            hooks.update(saved)
-            hooks.update(added)
-
-
-_RECORDER = -1  # torch numbers its hooks from 0
-
-
-def _ignore(parameter: Parameter) -> None:
-    """Stands in for the muted hooks where nobody asks which parameters were touched."""
-
-
-def fire_hooks(parameters: Iterable[Parameter]) -> None:
-    """Call the post-accumulate-grad hooks of each parameter that has a `.grad`, in order.
-
-    To be called once a step, after the parameters' last W. Where gradients of an earlier step may
-    still lie in `.grad`, pass only the parameters `touched` in this one (`Deferred`, `mute_hooks`).
-    A parameter with a `.main_grad` counts as having a gradient.
-    """
-    for parameter in parameters:
-        if parameter.grad is not None or getattr(parameter, "main_grad", None) is not None:
-            for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
-                hook(parameter)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import os
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 # Shapes that stand for "auto" until costs are known, by placement; the last needs least memory in
 # trials.
 AUTO = {"linear": ("zb2p", "zb1p", "1f1b"), "v": ("zb_v", "v_half", "v_min")}
+# W's that are held for one launch: what it takes (kernels.tables.MOST). More would only be held.
+RUN = 4
 # Seconds that rank 0 may search while the others wait at their first step.
 SEARCH_S = 2.0
 
@@ -117,13 +120,15 @@ def split_backward(schedule: Schedule) -> Schedule:
         )
         for row in schedule.rows
     )
-    return replace(schedule, rows=rows)
+    return replace(schedule, rows=rows, runs=())
 
 
 def fused(schedule: Schedule) -> Schedule:
-    """The same order with B for an I that its W follows, where no other rank waits for that I.
+    """The same order, with what stands next to each other put together where nobody waits longer.
 
-    The same additions in the same order, with each weight gradient computed from warm caches.
+    An I that its W follows becomes a B where no other rank waits for that I: the same additions in
+    the same order, with each weight gradient computed from warm caches. The W's that are left and
+    follow one another become runs (`weight_runs`).
     """
 
     def cells(rank: int, row: tuple[Action, ...]) -> Iterator[Action]:
@@ -138,7 +143,25 @@ def fused(schedule: Schedule) -> Schedule:
             yield action._replace(kind="B") if skip else action
 
     rows = tuple(tuple(cells(rank, row)) for rank, row in enumerate(schedule.rows))
-    return replace(schedule, rows=rows)
+    return replace(schedule, rows=rows, runs=tuple(run for row in rows for run in weight_runs(row)))
+
+
+def weight_runs(row: Sequence[Action]) -> Iterator[tuple[Action, ...]]:
+    """The W's of one stage with nothing between them, two to `RUN` at a time.
+
+    On CUDA the runtime holds a run's W's until its last one, which then adds all of them to each
+    weight in one launch, that reads and writes the gradient once. Nobody waits longer for it: of a
+    W there wait the receive into a slot that it reads (`compile` keeps the slot until the run's
+    end; no F or I lies in a run, so no message is read there and no further slot is needed), the
+    sum of tied gradients and the hooks (both after the stage's last W, which ends a run), and the
+    optimizer (after the step). Nor does it cost memory: what is held at any time in a run was held
+    when it began, and the plan's peak counts that.
+    """
+    for (_, kind), cells in groupby(row, lambda action: action[:2]):
+        run = tuple(cells)
+        for start in range(0, len(run) if kind == "W" else 0, RUN):
+            if len(run) - start > 1:
+                yield run[start : start + RUN]
 
 
 @dataclass(frozen=True)

@@ -128,8 +128,7 @@ class Rank:
         if action.kind == "F":
             self._forward(index, action)
         elif action.kind == "W":
-            with self.lock:  # a weight of two stages
-                self.stages[action.stage].weights(action.microbatch)
+            self._weights(index, action)
         else:
             self._backward(index, action)
         if self.meter is not None:
@@ -210,6 +209,19 @@ class Rank:
             value, dtype = self.losses[mb]
             self._pass_on(index, action, [*dX, value], (self._run.key, dtype))
 
+    def _weights(self, index: int, action: Action) -> None:
+        """W; of a run (Program.together), where the device gains by it, all with the last one.
+
+        The Timeline then shows the held ones as empty spans and the last one's over the whole run:
+        how long the rank was busy is right, and when a microbatch of the run was done is not told.
+        """
+        due: tuple[int, ...] = (action.microbatch,)
+        if groups(self.device):
+            due = self._program.together.get(index, due)
+        if due:
+            with self.lock:  # a weight of two stages
+                self.stages[action.stage].weights(*due)
+
     def _tied(self, index: int, action: Action) -> None:
         """R: hand a stage's part of the tied gradients over. S: sum both ends' parts."""
         own, other = self.stages[action.stage].apart, self.last - action.stage
@@ -269,6 +281,14 @@ class Rank:
         self.sent_bytes[boundary] = max(packet.payload, self.sent_bytes.get(boundary, 0))
         self.executor.post(send, packet.header, packet.pieces, packet.payload)
         self._outgoing.append((send, packet.keep))
+
+
+def groups(device: Device) -> bool:
+    """Whether several W's at once take less time: on CUDA a launch reads and writes dW once.
+
+    On the CPU it would be a loop, and each W may as well run in its turn.
+    """
+    return device.kind == "cuda"
 
 
 def mismatch(theirs: tuple[str, int, str], peer: int, ours: tuple[str, int, str], rank: int) -> str:

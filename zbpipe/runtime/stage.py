@@ -13,8 +13,10 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..model.graph import used_directly
+from ..model.hooks import fire_hooks, mute_hooks
 from ..model.rules import Deferred
-from ..model.split import Splitter, fire_hooks, mute_hooks, narrow, widen
+from ..model.rules.deferred import run_together
+from ..model.split import Splitter, narrow, widen
 from .boundary import Inputs
 from .device import Device
 from .memory import Held, Meter
@@ -64,7 +66,8 @@ class Stage:
         self._seed = seed
         self._held: dict[int, Microbatch] = {}
         self._touched: set[nn.Parameter] = set()
-        self._eager: set[nn.Parameter] = set()
+        # Parameters that autograd accumulates into itself, as the last step's first F showed.
+        self.eager: set[nn.Parameter] = set()
         self._wide: set[nn.Parameter] = set()
         self._looked = False
 
@@ -105,7 +108,7 @@ class Stage:
         finish: Callable[[Any], Any] | None,
     ) -> Any:
         """F: the stage's output, or what `finish` (the loss) makes of it; keeps the graph."""
-        held = Microbatch(Deferred(touched=self._touched, eager=self._eager), inputs)
+        held = Microbatch(Deferred(touched=self._touched, eager=self.eager), inputs)
         self._held[microbatch] = held
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
@@ -125,8 +128,8 @@ class Stage:
         if not self._looked:
             # The first microbatch of a step tells for all: a walk over the graph is not free.
             self._looked = True
-            self._eager.clear()
-            self._eager.update(used_directly(outputs))
+            self.eager.clear()
+            self.eager.update(used_directly(outputs))
 
     def keep_loss(self, microbatch: int, loss: torch.Tensor, weight: float) -> None:
         """`keep` of the last stage: its loss (0-d), and what it counts in the batch's."""
@@ -175,12 +178,13 @@ class Stage:
             del self._held[microbatch]
         return inputs.grads or [None] * inputs.count
 
-    def weights(self, microbatch: int) -> None:
-        """W: what `backward` deferred."""
-        held = self._held.pop(microbatch)
+    def weights(self, *microbatches: int) -> None:
+        """W: what `backward` deferred, of one microbatch or of several in order."""
+        held = [self._held.pop(microbatch) for microbatch in microbatches]
         with self._gathered(), self._watch():
-            held.entry.run()
-        held.stash.clear()
+            run_together([one.entry for one in held])
+        for one in held:
+            one.stash.clear()
 
     def finish(self) -> None:
         """After the step's last W: gradients in their own dtype, then the hooks, once each."""

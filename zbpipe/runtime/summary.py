@@ -9,6 +9,8 @@ from ..model.rules.accumulate import left_to_kernels
 from ..model.rules.choose import lies_transposed
 from ..model.stages import Layer
 from ..plan import Plan
+from ..schedule.core import Schedule
+from .planner import fused
 from .stage import Stage
 
 _SHOWN = 2  # modules of one kind that are named
@@ -39,7 +41,19 @@ def summary(
     lines += [f"rank {a} → {b}: {name}" for (a, b), name in sorted(transports.items())]
     if plan is not None:
         lines.append(plan.summary())
+        lines += _together(plan.schedule)
     return "\n".join(lines)
+
+
+def _together(schedule: Schedule) -> Iterator[str]:
+    """The W's that are held for one launch, a line a rank."""
+    runs = fused(schedule).runs
+    for rank in range(schedule.ranks):
+        own = [run for run in runs if schedule.placement[run[0].stage] == rank]
+        if own:
+            named = ", ".join(f"{run[0]} to {run[-1]}" for run in own[:_SHOWN])
+            more = f" and {len(own) - _SHOWN} more" if len(own) > _SHOWN else ""
+            yield f"rank {rank}: one launch a weight on CUDA for W's from {named}{more}"
 
 
 def _costs(costs: Costs, stage: int) -> str:
@@ -54,7 +68,7 @@ def _costs(costs: Costs, stage: int) -> str:
 
 def _split(stage: Stage) -> Iterator[str]:
     """Parameters, the share of W that is deferred, and what is not, by reason."""
-    report = stage.splitter.report()
+    report = stage.splitter.report(stage.eager)
     count = sum(parameter.numel() for parameter in stage.parameters)
     yield f"{count:,} parameters; {report.deferred_share:.1%} of W's FLOPs are deferred"
     yield from _kernels(stage)

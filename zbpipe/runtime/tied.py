@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from ..model.hooks import fire_hooks
 from ..model.rules.accumulate import add
-from ..model.split import fire_hooks
 
 
 def add_sums(

@@ -52,6 +52,8 @@ class Schedule:
     `rows[rank]` are the rank's actions; `placement[stage]` is the rank that runs the stage.
     `copies`: pipelines side by side (2 for DualPipe, else 1). Each has its share of the stages, in
     order, and of the microbatches, as numpy.array_split cuts them.
+    `runs`: W's of a stage that stand next to each other in its rank's row, to be computed as one
+    where a device gains by it.
     Raises ScheduleError if there is no rank, no microbatch, or a stage placed on no such rank.
     """
 
@@ -60,6 +62,7 @@ class Schedule:
     placement: tuple[int, ...]
     name: str = ""
     copies: int = 1
+    runs: tuple[tuple[Action, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
@@ -105,7 +108,7 @@ class Schedule:
         return 0 <= stage < self.stages - 1 and (stage + 1) % self.depth != 0
 
     def digest(self) -> str:
-        """32 hex digits that are equal exactly where rows and placement are (not the name)."""
+        """32 hex digits that are equal exactly where rows and placement are (not name or runs)."""
         text = f"{','.join(map(str, self.placement))}\n{self._text()}"
         text += f"copies {self.copies}\n" if self.copies > 1 else ""
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from .engine import rows
+
 _LOW = (torch.bfloat16, torch.float16)
+_FLOATS = (*_LOW, torch.float32)
+Pair = tuple[Tensor, Tensor]
 
 
 class View(NamedTuple):
@@ -129,25 +135,55 @@ def add_product(parameter: Parameter, left: Tensor, right: Tensor) -> None:
         grad.add_(left.mm(right))
 
 
-def add_product_to(parameter: Parameter, view: View, left: Tensor, right: Tensor) -> None:
-    """gradient[view] += left @ right, without touching the rest."""
-    grad, dtype = zeros_or(parameter), sum_dtype(parameter, left)
+def add_products(parameter: Parameter, pairs: Sequence[Pair]) -> None:
+    """gradient += left @ right of each pair in order; in one launch where a kernel does that."""
+    left = pairs[0][0]
+    if _alike(pairs) and (into := _for_kernel(parameter, left)) is not None:
+        _kernels().grouped_wgrad_(into, *_operands(pairs))
+        return
+    for pair in pairs:
+        add_product(parameter, *pair)
+
+
+def add_products_to(parameter: Parameter, view: View, pairs: Sequence[Pair]) -> None:
+    """gradient[view] += left @ right of each pair in order, without touching the rest."""
+    if len(pairs) > 1 and not _alike(pairs):
+        for pair in pairs:
+            add_products_to(parameter, view, [pair])
+        return
+    grad = zeros_or(parameter)
     alike = grad.stride() == parameter.stride()
-    if alike and _kernel_adds(view.on(grad), left):
-        _kernels().wgrad_(view.on(grad), _last_contiguous(left.t()), _last_contiguous(right))
+    if alike and _kernel_adds(view.on(grad), pairs[0][0]):
+        _kernels().grouped_wgrad_(view.on(grad), *_operands(pairs))
         return
-    left, right = left.to(dtype), right.to(dtype)
-    if not alike:
-        # A gradient that a user laid out in another way: the view's numbers mean nothing there.
-        whole = torch.zeros_like(parameter, dtype=dtype)
-        view.on(whole).addmm_(left, right)
-        grad.add_(whole)
-        return
-    part = view.on(grad)
-    if part.dtype == dtype:
-        part.addmm_(left, right)
-    else:
-        part.add_(left.mm(right))
+    for left, right in pairs:
+        dtype = sum_dtype(parameter, left)
+        left, right = left.to(dtype), right.to(dtype)
+        if not alike:
+            # A gradient that a user laid out in another way: the view's numbers mean nothing there.
+            whole = torch.zeros_like(parameter, dtype=dtype)
+            view.on(whole).addmm_(left, right)
+            grad.add_(whole)
+        elif grad.dtype == dtype:
+            view.on(grad).addmm_(left, right)
+        else:
+            view.on(grad).add_(left.mm(right))
+
+
+def _alike(pairs: Sequence[Pair]) -> bool:
+    """Whether one launch takes all operands: of one dtype, and as they lie.
+
+    What a kernel takes as a copy only is copied one microbatch at a time, as in W's of their own:
+    more than that no trial run has seen.
+    """
+    kinds = {tensor.dtype for pair in pairs for tensor in pair}
+    return len(kinds) == 1 and all(a.stride(0) == 1 and b.stride(-1) == 1 for a, b in pairs)
+
+
+def _operands(pairs: Sequence[Pair]) -> tuple[list[Tensor], list[Tensor]]:
+    """dY and X of each pair, as dYᵀ X is what the kernel adds."""
+    left = [_last_contiguous(left.t()) for left, _ in pairs]
+    return left, [_last_contiguous(right) for _, right in pairs]
 
 
 def add_stacked(part: Tensor, X: Tensor, dY: Tensor) -> bool:
@@ -189,9 +225,57 @@ def add_experts(
 def input_grad(dY: Tensor, w: Tensor) -> Tensor:
     """dX (rows, in) = dY (rows, out) @ w (out, in), by what the kernels' tables say on a GPU."""
     if _on_gpu(dY) and dY.dtype == w.dtype and dY.dtype in _LOW and 1 in w.stride():
-        dX: Tensor = _kernels().dgrad(_last_contiguous(dY), w)
+        ops = _kernels()
+        # In a backward with create_graph it is to be differentiated again.
+        with nullcontext() if torch.is_grad_enabled() else ops.below_autograd():
+            dX: Tensor = ops.dgrad(_last_contiguous(dY), w)
         return dX
     return dY.mm(w)
+
+
+def norm_input_grad(
+    dY: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, mean: Tensor | None, offset: float
+) -> Tensor | None:
+    """dX (..., n) of a norm with scale offset + weight; None where no kernel makes it."""
+    if torch.is_grad_enabled() or weight.dtype not in _FLOATS or not _norm_kernels(x, dY, rstd):
+        return None
+    operands, statistics = _norm_rows(dY, x), _norm_statistics(rstd, mean)
+    dX: Tensor = _kernels().norm_dgrad(*operands, weight.contiguous(), *statistics, offset)
+    return dX.view(x.shape)
+
+
+def add_norm(
+    weight: Parameter | None,
+    bias: Parameter | None,
+    dY: Tensor,
+    x: Tensor,
+    rstd: Tensor,
+    mean: Tensor | None,
+) -> bool:
+    """A norm's dW += Σ dY x̂ and db += Σ dY over the rows; False where no kernel does it."""
+    if weight is None or not _norm_kernels(x, dY, rstd):
+        return False
+    if any(_wanted_dtype(p) != torch.float32 for p in (weight, bias) if p is not None):
+        return False
+    dW, db = zeros_or(weight), None if bias is None else zeros_or(bias)
+    if not dW.is_contiguous() or not (db is None or db.is_contiguous()):
+        return False
+    _kernels().norm_wgrad_(dW, db, *_norm_rows(dY, x), *_norm_statistics(rstd, mean))
+    return True
+
+
+def _norm_kernels(x: Tensor, dY: Tensor, rstd: Tensor) -> bool:
+    """Also of fp32: torch has no operator for either half of a norm's backward."""
+    alike = x.dtype == dY.dtype and x.dtype in _FLOATS and rstd.dtype == torch.float32
+    return _on_gpu(x) and alike
+
+
+def _norm_rows(dY: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    return _last_contiguous(rows(dY)), _last_contiguous(rows(x))
+
+
+def _norm_statistics(rstd: Tensor, mean: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return rstd.flatten(), None if mean is None else mean.flatten()
 
 
 def _for_kernel(parameter: Parameter, operand: Tensor) -> Tensor | None:
@@ -215,7 +299,7 @@ def _kernel_adds(part: Tensor, operand: Tensor) -> bool:
 
 
 def left_to_kernels(weight: Parameter) -> tuple[bool, bool]:
-    """Whether `dispatch` makes (dX, dW) of this weight on a GPU, in a step and without autocast.
+    """Whether our kernels make (dX, dW) of this weight on a GPU, in a step and without autocast.
 
     A step sums `.grad` of 16-bit weights in fp32 (split.widen), unless their user chose a dtype.
     Else both are torch's own.
@@ -234,10 +318,10 @@ def _on_gpu(tensor: Tensor) -> bool:
 
 
 def _kernels() -> Any:
-    """zbpipe.kernels' dispatch; only GPUs need it imported."""
-    from zbpipe.kernels import dispatch
+    """zbpipe.kernels as torch operators; only GPUs need them imported."""
+    from zbpipe.kernels import ops
 
-    return dispatch
+    return ops
 
 
 def _last_contiguous(tensor: Tensor) -> Tensor:

@@ -168,21 +168,37 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
+class Active:
+    """The entry that a stage's modules defer to now."""
+
+    __slots__ = ("entry",)
+
+    def __init__(self) -> None:
+        self.entry: Deferred | None = None
+
+
 class SplitForward:
-    """Stands in for `module.forward` while the entry is active."""
+    """Stands in for `module.forward` while there is an entry.
 
-    __slots__ = ("entry", "module", "rule")
+    One for all microbatches: code that torch.compile made of a forward around this module's holds
+    as long as it finds the same object here.
+    """
 
-    def __init__(self, module: nn.Module, rule: Rule, entry: Deferred) -> None:
-        self.module, self.rule, self.entry = module, rule, entry
+    __slots__ = ("active", "module", "rule")
+
+    def __init__(self, module: nn.Module, rule: Rule, active: Active) -> None:
+        self.module, self.rule, self.active = module, rule, active
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, rule = self.module, self.rule
+        if torch.compiler.is_compiling():
+            # Compiled code cannot hand X and dY out: its weight gradients are autograd's, in I.
+            return type(module).forward(module, *args, **kwargs)
         if not rule.own and (kwargs or len(args) != 1):
             plain = partial(type(module).forward, module)
             args, kwargs = inspect.signature(plain).bind(*args, **kwargs).args, {}
         if torch.is_grad_enabled() and self._may_split(args, kwargs):
-            return rule.call(module, self.entry, *args, **kwargs)
+            return rule.call(module, self.active.entry, *args, **kwargs)
         return type(module).forward(module, *args, **kwargs)
 
     def _may_split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

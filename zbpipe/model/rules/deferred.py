@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,27 @@ from torch.nn import Parameter
 from .engine import autocast_off
 
 Accumulate = Callable[[Tensor, Tensor], None]
+
+
+class Groupable:
+    """An `Accumulate` that can add several microbatches at once.
+
+    Those with equal `key` add to the same thing in the same way. `several` gives the bits of one
+    call after the other.
+    """
+
+    __slots__ = ()
+
+    @property
+    def key(self) -> Hashable:
+        raise NotImplementedError
+
+    def __call__(self, X: Tensor, dY: Tensor) -> None:
+        raise NotImplementedError
+
+    def several(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Add each (X, dY) in order."""
+        raise NotImplementedError
 
 
 class Record(NamedTuple):
@@ -84,3 +106,55 @@ class Deferred:
                 storage = tensor.untyped_storage()
                 seen.setdefault(storage._cdata, storage)
         return iter(seen.values())
+
+
+def run_together(entries: Sequence[Deferred]) -> None:
+    """W of several microbatches in order: what can be grouped is added to each weight at once.
+
+    Every parameter gets the additions that `run` of one entry after the other would make, in that
+    order, hence the same bits; only the order among parameters is another one.
+    """
+    if len(entries) == 1:
+        entries[0].run()
+        return
+    records = [record for entry in entries for record in entry._records]
+    for entry in entries:
+        entry._records.clear()
+    if not records:
+        return
+    with torch.no_grad(), autocast_off(records[0].dY.device.type):
+        waiting = deque(_apart(records))
+        del records
+        while waiting:
+            _accumulate(waiting.popleft())  # whose X and dY are let go of before the next
+
+
+def _accumulate(records: Iterable[Record]) -> None:
+    for key, alike in groupby(records, _key):
+        first, *others = alike
+        if key is None or not others:
+            for record in (first, *others):
+                record.accumulate(record.X, record.dY)
+        else:
+            assert isinstance(first.accumulate, Groupable)
+            first.accumulate.several([(record.X, record.dY) for record in (first, *others)])
+
+
+def _key(record: Record) -> Hashable:
+    return record.accumulate.key if isinstance(record.accumulate, Groupable) else None
+
+
+def _apart(records: Iterable[Record]) -> Iterator[list[Record]]:
+    """The records in groups that share no parameter, in their order within each."""
+    home: dict[int, dict[int, Record]] = {}  # id(parameter) → its group, by place
+    for place, record in enumerate(records):
+        found = {id(g): g for p in record.parameters if (g := home.get(id(p))) is not None}
+        group: dict[int, Record] = {}
+        for other in found.values():
+            group.update(other)
+        group = next(iter(found.values())) if len(found) == 1 else group
+        group[place] = record
+        for member in group.values() if len(found) > 1 else (record,):
+            home.update((id(p), group) for p in member.parameters)
+    for group in {id(g): g for g in home.values()}.values():
+        yield [group[place] for place in sorted(group)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from .accumulate import add_product, add_sum, input_grad
-from .deferred import Deferred, Record
+from .accumulate import add_product, add_products, add_sum, input_grad
+from .deferred import Deferred, Groupable, Record
 from .engine import autocast_dtype, autocast_off, cast, due, rows
 
 
@@ -69,23 +69,37 @@ def _backward(ctx: Any, dY: Tensor) -> tuple[Tensor | None, ...]:
     if parameters:
         # Detached, or the entry would hold the graph that holds the entry. A bias alone needs no X.
         X = dY if X is None or weight is None else X.detach()
-        rule = partial(_weights, weight, bias, ctx.transposed)
-        ctx.entry.add(Record(rule, parameters, X, dY))
+        ctx.entry.add(Record(Weights(weight, bias, ctx.transposed), parameters, X, dY))
     return dX, None, None, None, None, None
 
 
-def _weights(
-    weight: Parameter | None, bias: Parameter | None, transposed: bool, X: Tensor, dY: Tensor
-) -> None:
+class Weights(Groupable):
     """dW += dYᵀX, (out, in), or XᵀdY, (in, out), when `transposed`; db += the column sums of dY."""
-    if weight is not None:
-        X = rows(X)
-        if transposed:
-            add_product(weight, X.t(), dY)
-        else:
-            add_product(weight, dY.t(), X)
-    if bias is not None:
-        add_sum(bias, dY)
+
+    __slots__ = ("bias", "transposed", "weight")
+
+    def __init__(self, weight: Parameter | None, bias: Parameter | None, transposed: bool) -> None:
+        self.weight, self.bias, self.transposed = weight, bias, transposed
+
+    @property
+    def key(self) -> Hashable:
+        return Weights, id(self.weight), id(self.bias), self.transposed
+
+    def __call__(self, X: Tensor, dY: Tensor) -> None:
+        if self.weight is not None:
+            add_product(self.weight, *self._operands(X, dY))
+        if self.bias is not None:
+            add_sum(self.bias, dY)
+
+    def several(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        if self.weight is not None:
+            add_products(self.weight, [self._operands(X, dY) for X, dY in pairs])
+        if self.bias is not None:
+            for _, dY in pairs:
+                add_sum(self.bias, dY)
+
+    def _operands(self, X: Tensor, dY: Tensor) -> tuple[Tensor, Tensor]:
+        return (rows(X).t(), dY) if self.transposed else (dY.t(), rows(X))
 
 
 def _by_autograd(ctx: Any, X: Tensor | None, dY: Tensor) -> tuple[Tensor | None, ...]:

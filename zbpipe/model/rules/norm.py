@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from .accumulate import add
+from .accumulate import add, add_norm, norm_input_grad
 from .deferred import Deferred, Record
 from .engine import due
 
@@ -78,6 +78,8 @@ class Norm(torch.autograd.Function):
         x, weight, mean, rstd = ctx.saved_tensors
         needed, dX = ctx.needs_input_grad, None
         if needed[0]:
+            dX = norm_input_grad(dY, x, weight, rstd, mean, ctx.form.offset)
+        if needed[0] and dX is None:
             x_hat = normalised(x, mean, rstd)
             dX = ctx.form.input_grad(x_hat, rstd, weight.to(rstd.dtype), dY.to(rstd.dtype))
             dX = dX.to(x.dtype)
@@ -112,6 +114,8 @@ def _weights(
     X: Tensor,
     dY: Tensor,
 ) -> None:
+    if add_norm(weight, bias, dY, X, rstd, mean):
+        return
     dW, db = _sums(X, mean, rstd, dY)
     if weight is not None:
         add(weight, dW)

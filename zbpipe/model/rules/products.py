@@ -9,7 +9,7 @@ What the mode does not know goes to autograd as ever.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from .accumulate import View, add_experts, add_product_to, add_sum, input_grad, laid_out
+from .accumulate import View, add_experts, add_products_to, add_sum, input_grad, laid_out
 from .batched import Batched
-from .deferred import Deferred, Record
+from .deferred import Deferred, Groupable, Record
 from .embedding import lookup
 from .engine import autocast_dtype, autocast_off, cast, due, is_ordinary, rows
 
@@ -61,16 +61,31 @@ class Product(torch.autograd.Function):
                 dW = torch.zeros_like(ctx.parameter)
                 ctx.view.on(dW).copy_(rows(X).t().mm(dY))
             elif wanted and wanted[0]:
-                rule = partial(_product_weights, ctx.parameter, ctx.view)
+                rule = Weights(ctx.parameter, ctx.view)
                 ctx.entry.add(Record(rule, (ctx.parameter,), X.detach(), dY))
         return dX, dW, None, None, None
 
 
-def _product_weights(parameter: Parameter, view: View, X: Tensor, dY: Tensor) -> None:
-    if view.stride[-1] == 1:
-        add_product_to(parameter, view, rows(X).t(), dY)
-    else:  # F.linear's view is the transpose of how the parameter lies
-        add_product_to(parameter, view.transposed(), dY.t(), rows(X))
+class Weights(Groupable):
+    """gradient[view] += XᵀdY, view (in, out)."""
+
+    __slots__ = ("parameter", "turned", "view")
+
+    def __init__(self, parameter: Parameter, view: View) -> None:
+        # F.linear's view is the transpose of how the parameter lies.
+        self.turned = view.stride[-1] != 1
+        self.parameter, self.view = parameter, view.transposed() if self.turned else view
+
+    @property
+    def key(self) -> Hashable:
+        return Weights, id(self.parameter), self.view, self.turned
+
+    def __call__(self, X: Tensor, dY: Tensor) -> None:
+        self.several([(X, dY)])
+
+    def several(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        operands = [(dY.t(), rows(X)) if self.turned else (rows(X).t(), dY) for X, dY in pairs]
+        add_products_to(self.parameter, self.view, operands)
 
 
 class Grouped(torch.autograd.Function):
@@ -138,7 +153,7 @@ def _grouped_weights(
         return
     for expert, at in _experts(offsets):
         own = View(view.size[1:], view.stride[1:], view.offset + expert * view.stride[0])
-        _product_weights(parameter, own, X[at], dY[at])
+        Weights(parameter, own)(X[at], dY[at])
 
 
 class Shift(torch.autograd.Function):
