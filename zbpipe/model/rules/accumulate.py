@@ -111,8 +111,24 @@ def add(parameter: Parameter, fresh: Tensor) -> None:
         grad.add_(fresh)
 
 
+def _plainly(parameter: Parameter, operand: Tensor) -> Tensor | None:
+    """`.grad`, where torch can add what it computes from operands of its dtype in place.
+
+    This is what the general way below comes to; asked first, since nearly every W is such a one.
+    """
+    grad = parameter.grad
+    if grad is None or grad.dtype != operand.dtype or operand.is_cuda:
+        return None
+    if grad.layout != torch.strided or getattr(parameter, "main_grad", None) is not None:
+        return None
+    return grad
+
+
 def add_sum(parameter: Parameter, dY: Tensor) -> None:
     """gradient += the column sums of dY (rows, n)."""
+    if (grad := _plainly(parameter, dY)) is not None:
+        grad.add_(dY.sum(0))
+        return
     if (into := _for_kernel(parameter, dY)) is not None:
         _kernels().bias_grad_(into, _last_contiguous(dY))
         return
@@ -121,6 +137,9 @@ def add_sum(parameter: Parameter, dY: Tensor) -> None:
 
 def add_product(parameter: Parameter, left: Tensor, right: Tensor) -> None:
     """gradient += left @ right, in one kernel where the dtypes allow it."""
+    if left.dtype == right.dtype and (grad := _plainly(parameter, left)) is not None:
+        grad.addmm_(left, right)
+        return
     if (into := _for_kernel(parameter, left)) is not None:
         _kernels().wgrad_(into, _last_contiguous(left.t()), _last_contiguous(right))
         return

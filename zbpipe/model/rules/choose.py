@@ -16,7 +16,7 @@ from ..graph import used_directly
 from .conv import conv
 from .deferred import Deferred
 from .embedding import embedding
-from .engine import is_ordinary
+from .engine import PLAIN
 from .linear import linear
 from .norm import NAMES, form_of, norm
 from .products import products
@@ -202,7 +202,14 @@ class SplitForward:
         return type(module).forward(module, *args, **kwargs)
 
     def _may_split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        if not any(p is not None and p.requires_grad for p in self.module._parameters.values()):
+        for parameter in self.module._parameters.values():
+            if parameter is not None and parameter.requires_grad:
+                break
+        else:
             return False
+        if torch._C._are_functorch_transforms_active():
+            return False
+        if not self.rule.own:
+            return type(args[0]) in PLAIN
         given = args if not kwargs else (*args, *kwargs.values())
-        return all(is_ordinary(x) for x in given if not self.rule.own or isinstance(x, Tensor))
+        return all(type(x) in PLAIN for x in given if isinstance(x, Tensor))

@@ -12,12 +12,16 @@ from torch.nn import Parameter
 
 def autocast_off(device: str) -> Any:
     """A context without autocast: I and W compute in F's dtypes, wherever they are called from."""
-    if autocast_dtype(device) is None:
+    if not autocasting() or autocast_dtype(device) is None:
         return _AS_IT_IS
     return torch.autocast(device, enabled=False)
 
 
 _AS_IT_IS = nullcontext()
+
+
+# Whether autocast is on for any device: one call, where each device type would be one.
+autocasting = torch._C._is_any_autocast_enabled
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
@@ -53,10 +57,14 @@ def due(ctx: Any, first: int, last: int) -> list[bool] | None:
         return None
 
 
+# Subclasses do with an operation what they want.
+PLAIN = (Tensor, Parameter)
+
+
 def is_ordinary(x: Any) -> bool:
     """Whether a Function of ours may take x: no tensor subclass, no functorch, no tracing."""
     return (
-        type(x) in (Tensor, Parameter)
+        type(x) in PLAIN
         and not torch._C._are_functorch_transforms_active()
         and not torch.compiler.is_compiling()
     )

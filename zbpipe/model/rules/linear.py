@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from .accumulate import add_product, add_products, add_sum, input_grad
 from .deferred import Deferred, Groupable, Record
-from .engine import autocast_dtype, autocast_off, cast, due, rows
+from .engine import autocast_dtype, autocast_off, autocasting, cast, due, rows
 
 
 class Linear(torch.autograd.Function):
@@ -29,13 +29,14 @@ class Linear(torch.autograd.Function):
         dtype: torch.dtype | None,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.entry, ctx.transposed, ctx.dtype = entry, transposed, dtype
         # Unpacked tensors may be copies (saved_tensors_hooks); .grad belongs to these two.
-        ctx.weight, ctx.bias = weight, bias
-        ctx.shape = x.shape
+        ctx.own = entry, weight, bias, transposed, dtype, x.shape
         needed = ctx.needs_input_grad
         ctx.save_for_backward(x if needed[1] else None, weight if needed[0] else None)
-        w, b = cast(weight, dtype), None if bias is None else cast(bias, dtype)
+        w: Tensor = weight
+        b: Tensor | None = bias
+        if dtype is not None:
+            w, b = cast(weight, dtype), None if bias is None else cast(bias, dtype)
         if not transposed:
             y = F.linear(x, w, b)
         else:
@@ -49,27 +50,38 @@ class Linear(torch.autograd.Function):
     def backward(ctx: Any, dY: Tensor | None) -> tuple[Tensor | None, ...]:
         if dY is None:
             return (None,) * 6
+        if not autocasting():
+            return _backward(ctx, rows(dY))
         with autocast_off(dY.device.type):
             return _backward(ctx, rows(dY))
 
 
+# What `Linear.apply` comes to outside of torch.func's transforms, which SplitForward looks for:
+# its checks take as long as the rest of a small layer.
+_apply: Any = super(torch.autograd.Function, Linear).apply
+
+
 def _backward(ctx: Any, dY: Tensor) -> tuple[Tensor | None, ...]:
     """dX now, the weights' part into the entry; dY (rows, out)."""
-    X, weight = ctx.saved_tensors
+    X, saved = ctx.saved_tensors
+    entry, weight, bias, transposed, dtype, shape = ctx.own
     dX = None
-    if weight is not None:
-        w = cast(weight, ctx.dtype)
-        dX = input_grad(dY, w.t() if ctx.transposed else w).view(ctx.shape)
-    wanted = due(ctx, 1, 2 if ctx.bias is None else 3)
+    if saved is not None:
+        w = saved if dtype is None else cast(saved, dtype)
+        dX = input_grad(dY, w.t() if transposed else w).view(shape)
+    wanted = due(ctx, 1, 2 if bias is None else 3)
     if wanted is None:
         return dX, *_by_autograd(ctx, X, dY), None, None, None
-    weight = ctx.weight if wanted[0] else None
-    bias = ctx.bias if wanted[-1] and len(wanted) == 2 else None
-    parameters = tuple([p for p in (weight, bias) if p is not None])
-    if parameters:
-        # Detached, or the entry would hold the graph that holds the entry. A bias alone needs no X.
-        X = dY if X is None or weight is None else X.detach()
-        ctx.entry.add(Record(Weights(weight, bias, ctx.transposed), parameters, X, dY))
+    if not wanted[0]:
+        weight = None
+    if bias is not None and not wanted[1]:
+        bias = None
+    if weight is None and bias is None:
+        return dX, None, None, None, None, None
+    parameters = (weight,) if bias is None else (bias,) if weight is None else (weight, bias)
+    # Detached, or the entry would hold the graph that holds the entry. A bias alone needs no X.
+    X = dY if X is None or weight is None else X.detach()
+    entry.add(Record(Weights(weight, bias, transposed), parameters, X, dY))
     return dX, None, None, None, None, None
 
 
@@ -103,20 +115,22 @@ class Weights(Groupable):
 
 
 def _by_autograd(ctx: Any, X: Tensor | None, dY: Tensor) -> tuple[Tensor | None, ...]:
+    _, weight, bias, transposed, _, _ = ctx.own
     dW = db = None
     if ctx.needs_input_grad[1]:
         assert X is not None
-        dW = rows(X).t().mm(dY) if ctx.transposed else dY.t().mm(rows(X))
-        dW = dW.to(ctx.weight.dtype)
+        dW = rows(X).t().mm(dY) if transposed else dY.t().mm(rows(X))
+        dW = dW.to(weight.dtype)
     if ctx.needs_input_grad[2]:
-        db = dY.sum(0).to(ctx.bias.dtype)
+        db = dY.sum(0).to(bias.dtype)
     return dW, db
 
 
 def linear(module: Any, entry: Deferred, x: Tensor, transposed: bool = False) -> Tensor:
     """The rule of nn.Linear, and of Conv1D when `transposed`."""
-    dtype = autocast_dtype(x.device.type)
-    y: Tensor = Linear.apply(  # type: ignore[no-untyped-call]
-        cast(x, dtype), module.weight, module.bias, entry, transposed, dtype
-    )
+    dtype = None
+    if autocasting():
+        dtype = autocast_dtype(x.device.type)
+        x = cast(x, dtype)
+    y: Tensor = _apply(x, module.weight, module.bias, entry, transposed, dtype)
     return y
