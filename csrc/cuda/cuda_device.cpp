@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "cuda/nccl.hpp"
+
 namespace zb::cuda {
 namespace {
 
@@ -227,9 +229,19 @@ void CudaDevice::finish(const Program& program, std::vector<std::shared_ptr<Rece
     if (!board_->aborted()) release_all(program, receivers);
     drain();
     if (!board_->aborted()) mark();
-  } catch (...) {
-    lost_ = true;
-    throw;
+  } catch (const std::exception& e) {
+    // A link has broken: what waits for it on the device is let go, as after any error.
+    board_->abort({rank_, Tag{}, 'r', e.what()});
+    lost_ = !drained_after_abort();
+  }
+}
+
+bool CudaDevice::drained_after_abort() {
+  try {
+    drain();
+    return !lost_;
+  } catch (const std::exception&) {
+    return false;  // the device itself fails; what it said first is on the board
   }
 }
 
@@ -260,8 +272,14 @@ bool CudaDevice::idle() const {
 }
 
 void CudaDevice::interrupt() {
-  for (auto& link : out_) link->abort();
-  for (auto& link : in_) link->abort();
+  std::vector<Communicator*> communicators;
+  auto abort = [&communicators](Link& link) {
+    link.abort();
+    if (Communicator* one = link.communicator()) communicators.push_back(one);
+  };
+  for (auto& link : out_) abort(*link);
+  for (auto& link : in_) abort(*link);
+  Communicator::abort(communicators);
 }
 
 void CudaDevice::drain() {

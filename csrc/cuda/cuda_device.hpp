@@ -66,6 +66,7 @@ class CudaDevice : public Device {
   void progress();
   bool idle() const;
   void drain();
+  bool drained_after_abort();
   void mark();
   void give_back();
 

@@ -14,6 +14,8 @@
 
 namespace zb::cuda {
 
+class Communicator;
+
 /// Memory of a device; freed with the last owner.
 using DeviceMemory = std::shared_ptr<char>;
 /// `bytes` on `device`.
@@ -43,7 +45,9 @@ class Link {
   virtual void serve() {}
   /// Lets go on the host what a stream may wait for here; call until the streams have drained. From
   /// any thread.
-  virtual void abort() = 0;
+  virtual void abort() {}
+  /// What has to be aborted together with that of the device's other links, or null.
+  virtual Communicator* communicator() { return nullptr; }
   /// Lets go of memory that was outgrown; only when the streams have drained.
   virtual void collect() = 0;
   /// Gives everything back; only when the streams have drained.

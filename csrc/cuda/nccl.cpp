@@ -1,12 +1,14 @@
 #include "cuda/nccl.hpp"
 
 #include <dlfcn.h>
+#include <string.h>
 #include <time.h>
 
 #include <climits>
 #include <cstdlib>
 #include <stdexcept>
 #include <utility>
+#include <vector>
 
 #include "sync.hpp"
 
@@ -33,6 +35,10 @@ std::string last_error() {
 }  // namespace
 
 std::shared_ptr<const Nccl> Nccl::load() {
+  const char* blocking = std::getenv("NCCL_COMM_BLOCKING");
+  if (blocking != nullptr && strcmp(blocking, "1") == 0)
+    throw std::runtime_error(
+        "NCCL_COMM_BLOCKING = 1: every call of NCCL would wait for the peer; unset it");
   const char* given = std::getenv("ZBPIPE_NCCL");
   std::shared_ptr<Nccl> nccl(new Nccl());
   nccl->library_ = given != nullptr && *given != 0 ? given : "libnccl.so.2";
@@ -71,7 +77,7 @@ void Nccl::check(int status, const std::string& call) const {
 }
 
 Communicator::Communicator(std::shared_ptr<const Nccl> nccl, int peer, int rank, const NcclId& id)
-    : nccl_(std::move(nccl)), peer_(peer), rank_(rank) {
+    : nccl_(std::move(nccl)), peer_(peer), rank_(rank), comm_(new NcclComm(nullptr)) {
   NcclConfig config{sizeof(NcclConfig),
                     kNcclConfigMagic,
                     kNcclConfigVersion,
@@ -80,18 +86,24 @@ Communicator::Communicator(std::shared_ptr<const Nccl> nccl, int peer, int rank,
                     INT_MIN,
                     INT_MIN,
                     nullptr};
-  check(nccl_->ncclCommInitRankConfig(&comm_, 2, id, rank, &config), "ncclCommInitRankConfig");
+  check(nccl_->ncclCommInitRankConfig(comm_, 2, id, rank, &config), "ncclCommInitRankConfig");
 }
+
+Communicator::~Communicator() = default;
 
 void Communicator::check(int status, const char* call) const {
   nccl_->check(status, std::string(call) + ", between this rank and rank " + std::to_string(peer_));
 }
 
-bool Communicator::settled_locked() {
+NcclComm Communicator::get() const {
   if (comm_ == nullptr)
     throw std::runtime_error("the NCCL connection to rank " + std::to_string(peer_) + " is closed");
+  return *comm_;
+}
+
+bool Communicator::settled_locked() {
   int state = kNcclSuccess;
-  check(nccl_->ncclCommGetAsyncError(comm_, &state), "ncclCommGetAsyncError");
+  check(nccl_->ncclCommGetAsyncError(get(), &state), "ncclCommGetAsyncError");
   check(state, "a transfer");
   return state == kNcclSuccess;
 }
@@ -99,6 +111,11 @@ bool Communicator::settled_locked() {
 bool Communicator::settled() {
   std::lock_guard<std::mutex> guard(mutex_);
   return settled_locked();
+}
+
+void Communicator::watch() {
+  std::lock_guard<std::mutex> guard(mutex_);
+  if (comm_ != nullptr) settled_locked();
 }
 
 /// The next call may only be made when this one is over. On a connection that stands that is in a
@@ -120,8 +137,7 @@ void Communicator::send(const char* data, size_t bytes, Stream stream) {
   int status = kNcclSuccess;
   {
     std::lock_guard<std::mutex> guard(mutex_);
-    settled_locked();
-    status = nccl_->ncclSend(data, bytes, kNcclUint8, 1 - rank_, comm_, stream);
+    status = nccl_->ncclSend(data, bytes, kNcclUint8, 1 - rank_, get(), stream);
   }
   after(status, "ncclSend");
 }
@@ -130,18 +146,27 @@ void Communicator::receive(char* data, size_t bytes, Stream stream) {
   int status = kNcclSuccess;
   {
     std::lock_guard<std::mutex> guard(mutex_);
-    settled_locked();
-    status = nccl_->ncclRecv(data, bytes, kNcclUint8, 1 - rank_, comm_, stream);
+    status = nccl_->ncclRecv(data, bytes, kNcclUint8, 1 - rank_, get(), stream);
   }
   after(status, "ncclRecv");
 }
 
-void Communicator::abort() {
-  std::lock_guard<std::mutex> guard(mutex_);
-  if (comm_ == nullptr) return;
-  // What it returns changes nothing: the communicator is gone either way.
-  (void)nccl_->ncclCommAbort(comm_);
-  comm_ = nullptr;
+void Communicator::abort(const std::vector<Communicator*>& all) {
+  std::vector<std::unique_lock<std::mutex>> held;
+  std::vector<Communicator*> live;
+  for (Communicator* one : all) {
+    std::unique_lock<std::mutex> lock(one->mutex_);
+    if (one->comm_ == nullptr) continue;
+    held.push_back(std::move(lock));
+    live.push_back(one);
+  }
+  if (live.empty()) return;
+  // What these return changes nothing: the communicators are gone either way.
+  const Nccl& nccl = *live.front()->nccl_;
+  (void)nccl.ncclGroupStart();
+  for (Communicator* one : live) (void)nccl.ncclCommAbort(*one->comm_);
+  (void)nccl.ncclGroupEnd();
+  for (Communicator* one : live) delete std::exchange(one->comm_, nullptr);
 }
 
 void Communicator::close() {
@@ -149,18 +174,18 @@ void Communicator::close() {
     std::lock_guard<std::mutex> guard(mutex_);
     if (comm_ == nullptr) return;
     // A send is over on the device before the network has the message: to abort would lose it.
-    int status = nccl_->ncclCommFinalize(comm_);
+    int status = nccl_->ncclCommFinalize(*comm_);
     int64_t until = now_ns() + kFlushNs;
     while (status == kNcclInProgress && now_ns() < until) {
       nap();
-      if (nccl_->ncclCommGetAsyncError(comm_, &status) != kNcclSuccess) break;
+      if (nccl_->ncclCommGetAsyncError(*comm_, &status) != kNcclSuccess) break;
     }
     if (status == kNcclSuccess) {
-      (void)nccl_->ncclCommDestroy(comm_);
-      comm_ = nullptr;
+      (void)nccl_->ncclCommDestroy(*comm_);
+      delete std::exchange(comm_, nullptr);
     }
   }
-  abort();
+  abort({this});
 }
 
 }  // namespace zb::cuda

@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "cuda/functions.hpp"
 
@@ -41,6 +42,8 @@ struct NcclConfig {
   X(ncclCommFinalize, NcclComm)                                       \
   X(ncclCommDestroy, NcclComm)                                        \
   X(ncclCommAbort, NcclComm)                                          \
+  X(ncclGroupStart, void)                                             \
+  X(ncclGroupEnd, void)                                               \
   X(ncclSend, const void*, size_t, int, int, NcclComm, Stream)        \
   X(ncclRecv, void*, size_t, int, int, NcclComm, Stream)
 
@@ -54,7 +57,7 @@ constexpr unsigned kNcclConfigVersion = 21700;
 class Nccl {
  public:
   /// Loads $ZBPIPE_NCCL, else libnccl.so.2, first what is loaded already (torch's). Throws with
-  /// what was tried, or where it is older than 2.17.
+  /// what was tried, where it is older than 2.17, and where $NCCL_COMM_BLOCKING makes calls block.
   static std::shared_ptr<const Nccl> load();
   Nccl(const Nccl&) = delete;
   Nccl& operator=(const Nccl&) = delete;
@@ -79,38 +82,44 @@ class Nccl {
   const char* (*error_string_)(int) = nullptr;
 };
 
-/// One end of a communicator of two ranks that carries messages in one direction: 0 sends to 1.
-/// Nothing here blocks: the communicator is a non-blocking one. Calls may come from any thread.
+/// One end of a communicator of two ranks that carries messages in one direction: 0 sends to 1. A
+/// non-blocking one: what NCCL cannot do at once it does beside us. Calls may come from any thread.
 class Communicator {
  public:
   /// `peer` is named in errors. Rank 0 makes the id. Throws where NCCL refuses.
   Communicator(std::shared_ptr<const Nccl> nccl, int peer, int rank, const NcclId& id);
   /// Leaks the communicator unless closed: streams may still use it.
-  ~Communicator() = default;
+  ~Communicator();
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
-  /// True when NCCL is through with the last call; throws where the communicator has failed.
+  /// True when NCCL is through with the last call; throws where the communicator has failed or was
+  /// given up.
   bool settled();
+  /// Throws where the communicator has failed.
+  void watch();
   /// Enqueues `bytes` in `stream`. The first transfer of a communicator sets the connection up, and
   /// is over when `settled`; a later one is enqueued when this returns.
   void send(const char* data, size_t bytes, Stream stream);
   void receive(char* data, size_t bytes, Stream stream);
-  /// Ends what is under way on the device and gives the communicator up; idempotent.
-  void abort();
   /// Gives the communicator back once what was sent has left; aborts it if that takes too long.
   void close();
+  /// Ends what these have under way on their device and gives them up; idempotent. Together, since
+  /// to give one up may wait for a kernel of another.
+  static void abort(const std::vector<Communicator*>& all);
 
  private:
+  NcclComm get() const;
   void check(int status, const char* call) const;
   void after(int status, const char* call);
   bool settled_locked();
 
   std::shared_ptr<const Nccl> nccl_;
   int peer_, rank_;
-  std::mutex mutex_;  // of what follows; nothing that blocks is called under it
-  NcclComm comm_ = nullptr;
   bool used_ = false;  // by the thread that enqueues
+  std::mutex mutex_;   // of what follows, and of calls on it
+  // A place of its own: NCCL writes it from a thread of its own when a communicator has come up.
+  NcclComm* comm_;  // null when given up
 };
 
 }  // namespace zb::cuda

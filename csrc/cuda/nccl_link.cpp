@@ -24,7 +24,12 @@ NcclEnd::NcclEnd(std::shared_ptr<const Runtime> runtime, int device, int peer, i
       device_(device),
       peer_(peer),
       rank_(rank),
-      communicator_(on_device(*runtime_, device, peer, rank, id)) {}
+      communicator_(on_device(*runtime_, device, peer, rank, id)) {
+  OnDevice scope(*runtime_, device_);
+  ZB_CUDA(*runtime_, cudaStreamCreateWithPriority(&stream_, kStreamNonBlocking, 0));
+  byte_ = allocate(runtime_, device_, 1);
+  ZB_CUDA(*runtime_, cudaMemsetAsync(byte_.get(), 0, 1, stream_));
+}
 
 /// A probe that was never over is left where it is.
 NcclEnd::~NcclEnd() {
@@ -36,9 +41,6 @@ bool NcclEnd::advance() {
   OnDevice scope(*runtime_, device_);
   if (!communicator_.settled()) return false;
   if (at_ == At::kJoining) {
-    ZB_CUDA(*runtime_, cudaStreamCreateWithPriority(&stream_, kStreamNonBlocking, 0));
-    byte_ = allocate(runtime_, device_, 1);
-    ZB_CUDA(*runtime_, cudaMemsetAsync(byte_.get(), 0, 1, stream_));
     if (rank_ == 0)
       communicator_.send(byte_.get(), 1, stream_);
     else
@@ -47,8 +49,6 @@ bool NcclEnd::advance() {
     return false;
   }
   if (!runtime_->done(runtime_->cudaStreamQuery(stream_), "cudaStreamQuery")) return false;
-  ZB_CUDA(*runtime_, cudaStreamDestroy(stream_));
-  byte_ = nullptr;
   at_ = At::kConnected;
   return true;
 }
@@ -60,10 +60,13 @@ void NcclEnd::require() const {
 
 void NcclEnd::close() {
   OnDevice scope(*runtime_, device_);
-  if (at_ == At::kConnected)
-    communicator_.close();
-  else
-    communicator_.abort();  // nobody may be at the other end
+  if (at_ != At::kConnected) {
+    Communicator::abort({&communicator_});  // nobody may be at the other end
+    return;
+  }
+  communicator_.close();
+  ZB_CUDA(*runtime_, cudaStreamDestroy(stream_));
+  byte_ = nullptr;
 }
 
 NcclOut::NcclOut(std::shared_ptr<const Runtime> runtime, int device, int peer, int slots)

@@ -3,7 +3,7 @@
 /// A send and its receive wait for each other on the device. The header is published when the send
 /// has been enqueued, and whoever sees it enqueues the receive; so each waits for the other's
 /// stream to get there, which it does if no two lanes of a rank share a hardware queue (Crew checks
-/// that).
+/// that there are enough).
 #pragma once
 
 #include <memory>
@@ -32,7 +32,7 @@ class NcclEnd {
   /// Throws unless it is connected.
   void require() const;
   /// Throws where the connection has failed.
-  void watch() { communicator_.settled(); }
+  void watch() { communicator_.watch(); }
   void close();
 
  private:
@@ -41,7 +41,9 @@ class NcclEnd {
   int device_, peer_, rank_;
   Communicator communicator_;
   At at_ = At::kJoining;
-  Stream stream_ = nullptr;  // of the probe
+  // The probe's. Made before any probe is under way and given back when the link is closed: to free
+  // memory waits for the whole device, other links' probes among it.
+  Stream stream_ = nullptr;
   DeviceMemory byte_;
 };
 
@@ -57,7 +59,7 @@ class NcclOut : public OutLink {
   /// Sends one piece from where it lies; several are first copied together.
   void send(Stream stream, int slot, const Message& message) override;
   void serve() override { end_->watch(); }
-  void abort() override { end_->communicator().abort(); }
+  Communicator* communicator() override { return &end_->communicator(); }
   void collect() override { outgrown_.clear(); }
   void close() override;
 
@@ -87,7 +89,7 @@ class NcclIn : public InLink {
   bool held(int slot) const override { return slots_.at(slot).held; }
   void release(Stream stream, int slot) override;
   char* payload(int slot) const override { return slots_.at(slot).memory.get(); }
-  void abort() override { end_.communicator().abort(); }
+  Communicator* communicator() override { return &end_.communicator(); }
   void collect() override { outgrown_.clear(); }
   void close() override;
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 from faking import EARLY_RECORD, WAIT_EVENT, Fake, Gate, cuda_crew, run_relays
@@ -14,7 +15,7 @@ from replaying import make, only_forward
 from zbpipe import _native
 from zbpipe.errors import ConfigError, StageError
 from zbpipe.program import Programs, compile
-from zbpipe.runtime.device_links import DeviceLinks
+from zbpipe.runtime.device_links import DeviceLinks, check_queues
 from zbpipe.runtime.world import World
 from zbpipe.schedule.core import Action, Schedule
 from zbpipe.schedule.families import FAMILIES
@@ -109,10 +110,28 @@ def test_a_whole_step_is_enqueued_while_the_device_stands_still(fake):
     assert device.reports() == []
 
 
-def test_too_few_hardware_queues_are_refused(fake):
-    fake(2)
-    with pytest.raises(ConfigError, match=r"CUDA_DEVICE_MAX_CONNECTIONS = 2: rank 1 has 5 lanes"):
+def test_too_few_hardware_queues_are_refused(fake, monkeypatch):
+    fake(4)
+    with pytest.raises(ConfigError, match=r"CUDA_DEVICE_MAX_CONNECTIONS = 4: rank 1 has 5 lanes"):
         local(programs_of("1f1b", 3, 4))
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    local(programs_of("1f1b", 3, 4))[0].close()
+    programs = programs_of("1f1b", 2, 2)
+    many = replace(programs.ranks[0], lanes=tuple(f"lane {i}" for i in range(9)))
+    with pytest.raises(ConfigError, match=r"is not set, which means 8: rank 0 has 9 lanes"):
+        check_queues([many, programs.ranks[1]])
+
+
+def few(world: World) -> None:
+    # Rank 0 has queues enough for its own 3 lanes, and must refuse as well.
+    with pytest.raises(ConfigError, match="rank 1 has 5 lanes"):
+        cuda_crew(world, programs_of("1f1b", 3, 4), transport="nccl")
+
+
+def test_too_few_hardware_queues_are_refused_on_every_rank(fake):
+    fake(4)
+    for outcome in forked(few, 3):
+        outcome.get()
 
 
 # Program, rank, lane, kind, which call of the run (-2: all).
@@ -155,6 +174,7 @@ def failing(world: World, device: Fake) -> None:
     named(caught.value, 1, where, "ValueError: boom")
     crew.close()
     assert given_back(device)
+    assert [report for report in device.reports() if "ncclCommAbort" in report] == []
 
 
 def test_an_exception_reaches_separate_ranks_and_the_streams_run_out(fake):
@@ -166,13 +186,16 @@ def test_an_exception_reaches_local_ranks_and_the_streams_run_out(fake):
     failing(World(3, (0, 1, 2)), fake(QUEUES))
 
 
-def broken(world: World, device: Fake) -> None:
+def broken(world: World, device: Fake, late: bool) -> None:
     crew, loaded = cuda_crew(world, programs_of("1f1b", world.size, 4), transport="nccl")
     run_relays(device, crew, loaded, range(2))
     world.gather(None)
+    gate = Gate(device)
 
     def cut(action: Action) -> None:
-        if world.rank == 1 and action == Action(1, "F", 1):
+        if late and world.rank == 0 and action == Action(0, "F", 0):
+            gate.hold(crew.executors[0].stream(0))  # the others' devices wait for this one
+        if world.rank == 1 and action == (Action(1, "B", 3) if late else Action(1, "F", 1)):
             device.lib.fake_nccl_error(6)
 
     with pytest.raises(StageError) as caught:
@@ -180,11 +203,16 @@ def broken(world: World, device: Fake) -> None:
     assert caught.value.rank == 1
     assert "NCCL error 6: remote process exited" in caught.value.cause
     assert "between this rank and rank " in caught.value.cause
+    gate.open()
     crew.close()
+    # What waited on the device was let go.
+    assert given_back(device)
+    assert [report for report in device.reports() if "ncclCommAbort" in report] == []
 
 
-def test_a_connection_that_breaks_is_an_error_on_every_rank(fake):
-    for outcome in forked(broken, 3, fake(QUEUES)):
+@pytest.mark.parametrize("late", [False, True], ids=["enqueueing", "draining"])
+def test_a_connection_that_breaks_is_an_error_on_every_rank(fake, late):
+    for outcome in forked(broken, 3, fake(QUEUES), late):
         outcome.get()
 
 
@@ -202,6 +230,10 @@ def test_nccl_must_be_there_and_recent(fake, monkeypatch):
     monkeypatch.setenv("ZBPIPE_FAKE_NCCL_VERSION", "21602")
     with pytest.raises(RuntimeError, match=r"is NCCL 21602: want 2\.17 or newer"):
         _native.cuda.NcclOut(0, 1, 1)
+    monkeypatch.setenv("NCCL_COMM_BLOCKING", "1")
+    with pytest.raises(RuntimeError, match=r"NCCL_COMM_BLOCKING = 1: .* unset it"):
+        _native.cuda.NcclOut(0, 1, 1)
+    monkeypatch.delenv("NCCL_COMM_BLOCKING")
     monkeypatch.setenv("ZBPIPE_NCCL", "/nowhere/libnccl.so.2")
     with pytest.raises(RuntimeError, match=r"NCCL could not be loaded.*ZBPIPE_NCCL.*/nowhere"):
         _native.cuda.NcclOut(0, 1, 1)

@@ -86,7 +86,7 @@ class DeviceLinks:
 
 
 def check_queues(programs: Iterable[Program]) -> None:
-    """Raises ConfigError where two lanes of a rank with NCCL links would share a hardware queue.
+    """Raises ConfigError where two lanes of one of these ranks must share a hardware queue.
 
     A send of NCCL occupies its queue until the receive has begun: two ranks that send to each other
     would wait for ever.
@@ -96,8 +96,9 @@ def check_queues(programs: Iterable[Program]) -> None:
     most = max(programs, key=lambda program: len(program.lanes))
     need = len(most.lanes)
     if need > queues:
+        value = f"= {queues}" if given.isdigit() else f"is not set, which means {queues}"
         raise ConfigError(
-            f"CUDA_DEVICE_MAX_CONNECTIONS = {queues}: rank {most.rank} has {need} lanes and "
-            f"transfers by NCCL, which need a hardware queue each: set it to {need} or more "
-            "(at most 32), or leave it out"
+            f"CUDA_DEVICE_MAX_CONNECTIONS {value}: rank {most.rank} has {need} lanes and "
+            f"transfers by NCCL, which need a hardware queue each: set it to more than {need}, "
+            "at most to 32"
         )

@@ -113,8 +113,15 @@ class Crew:
                 if target in self.cuda:
                     pair = (source, target)
                     self._links.accept(pair, count, self._transport(pair), pid, offered)
-        self._links.connect(self._timeout, self.raise_failure)
+        self.world.agree(self._connect_devices, "connecting the devices")
         self.world.gather(None)  # nobody may leave before its channels have been opened
+
+    def _connect_devices(self) -> None:
+        try:
+            self._links.connect(self._timeout, self.raise_failure)
+        except ConfigError as error:
+            self.fail(self.world.rank, error)  # the others look for this while they wait
+            raise
 
     def _transport(self, pair: tuple[int, int]) -> str:
         if pair in self._forced:
@@ -142,8 +149,9 @@ class Crew:
             )
             for rank in self.executors
         }
-        if "nccl" in self.transports().values():
-            check_queues(own.values())
+        by_nccl = {r for pair in self._slots if self._transport(pair) == "nccl" for r in pair}
+        if by_nccl:
+            check_queues(programs.ranks[rank] for rank in sorted(by_nccl))
         return Loaded(own, {rank: _native_program(program) for rank, program in own.items()})
 
     def run(self, loaded: Loaded, callbacks: Mapping[int, Callback | None]) -> None:

@@ -13,12 +13,17 @@
 #include <cstdio>
 #include <cstdlib>
 #include <ctime>
+#include <mutex>
+#include <set>
+#include <vector>
 
 #include "process.hpp"
 
 using namespace fake;
 
 #define API extern "C" __attribute__((visibility("default")))
+
+API int cudaGetDevice(int* out);
 
 namespace {
 
@@ -50,16 +55,35 @@ struct Pair {
 
 struct Comm {
   Pair* pair;
-  int rank;
-  int fd;                         // of the pair's memory, where it was made; -1
-  uint32_t calls = 0;             // operations that were called here
-  std::atomic<uint32_t> over{0};  // of these
+  int rank, device;
+  int fd;                          // of the pair's memory, where it was made; -1
+  std::atomic<uint32_t> calls{0};  // operations that were called here
+  std::atomic<uint32_t> over{0};   // of these
+  std::atomic<uint32_t> begun{0};  // that occupy the device, or did
   std::atomic<bool> aborted{false};
   std::atomic<bool> finalized{false};
   std::atomic<int> error{0};
 };
 
 std::atomic<int> planted{0};
+std::mutex all_mutex;
+std::set<Comm*> all;  // of this process, until given back
+thread_local int depth = 0;
+thread_local std::vector<Comm*> aborting;  // in this thread's group
+
+constexpr int kAbortMs = 3000;
+
+/// Gives memory back, as NCCL does, and so waits for every transfer on the device.
+void wait_for_device(int device) {
+  for (int ms = 0; ms < kAbortMs; ++ms, usleep(1000)) {
+    std::lock_guard<std::mutex> guard(all_mutex);
+    bool rests = true;
+    for (Comm* comm : all)
+      if (comm->device == device && comm->over != comm->begun) rests = false;
+    if (rests) return;
+  }
+  process().universe.report("ncclCommAbort waits for a transfer of another communicator");
+}
 
 Pair* map(const Id& id) {
   std::string path = "/proc/" + std::to_string(id.pid) + "/fd/" + std::to_string(id.fd);
@@ -116,6 +140,8 @@ int give_back(Comm& comm) {
   comm.aborted = true;  // not deleted: a stream's thread may be about to leave its last operation
   if (comm.fd >= 0) close(comm.fd);
   comm.fd = -1;
+  std::lock_guard<std::mutex> guard(all_mutex);
+  all.erase(&comm);
   return kOk;
 }
 
@@ -144,9 +170,15 @@ API int ncclCommInitRankConfig(void** out, int ranks, Id id, int rank, const Con
   if (config->magic != 0xcafebeef || config->blocking != 0 || config->version < 21700 ||
       config->size < sizeof(Config) || ranks != 2 || rank < 0 || rank > 1)
     return kInvalidArgument;
+  int device = 0;
+  cudaGetDevice(&device);
   Pair* pair = map(id);
   if (pair == nullptr) return kInvalidUsage;
-  auto* comm = new Comm{pair, rank, id.pid == getpid() && rank == 0 ? id.fd : -1};
+  auto* comm = new Comm{pair, rank, device, id.pid == getpid() && rank == 0 ? id.fd : -1};
+  {
+    std::lock_guard<std::mutex> guard(all_mutex);
+    all.insert(comm);
+  }
   pair->joined[rank] = 1;
   *out = comm;
   return state_of(*comm);
@@ -160,13 +192,16 @@ API int ncclCommGetAsyncError(void* comm, int* out) {
 API int ncclSend(const void* data, size_t bytes, int type, int peer, void* comm, void* stream) {
   auto& c = *static_cast<Comm*>(comm);
   if (!usable(c, bytes, type, peer) || c.rank != 0) return kInvalidUsage;
-  uint32_t number = c.calls + 1;
+  uint32_t number = c.calls.load() + 1;
   auto gone = std::make_shared<bool>(false);
   Op op;
   op.stream = static_cast<Stream*>(stream);
   op.work = true;
   op.uses = {data};
-  op.wait = [&c, number, gone] { *gone = !await(c, c.pair->receiving, number); };
+  op.wait = [&c, number, gone] {
+    ++c.begun;
+    *gone = !await(c, c.pair->receiving, number);
+  };
   op.order = [&c, gone](Clock& clock) {
     if (!*gone) c.pair->clock = clock;
   };
@@ -186,13 +221,14 @@ API int ncclSend(const void* data, size_t bytes, int type, int peer, void* comm,
 API int ncclRecv(void* data, size_t bytes, int type, int peer, void* comm, void* stream) {
   auto& c = *static_cast<Comm*>(comm);
   if (!usable(c, bytes, type, peer) || c.rank != 1) return kInvalidUsage;
-  uint32_t number = c.calls + 1;
+  uint32_t number = c.calls.load() + 1;
   auto gone = std::make_shared<bool>(false);
   Op op;
   op.stream = static_cast<Stream*>(stream);
   op.work = true;
   op.uses = {data};
   op.wait = [&c, number, gone] {
+    ++c.begun;
     publish(c.pair->receiving, number);
     *gone = !await(c, c.pair->sent, number);
   };
@@ -226,9 +262,22 @@ API int ncclCommDestroy(void* comm) {
   return give_back(c);
 }
 
+API int ncclGroupStart() { return ++depth, kOk; }
+API int ncclGroupEnd() {
+  if (--depth > 0) return kOk;
+  for (Comm* comm : aborting) wait_for_device(comm->device);
+  for (Comm* comm : aborting) give_back(*comm);
+  aborting.clear();
+  return kOk;
+}
+
 API int ncclCommAbort(void* comm) {
   count("ncclCommAbort");
-  return give_back(*static_cast<Comm*>(comm));
+  auto* c = static_cast<Comm*>(comm);
+  c->aborted = true;
+  ncclGroupStart();
+  aborting.push_back(c);
+  return ncclGroupEnd();
 }
 
 /// From now on every communicator of this process has failed with `status`; 0: has not.
