@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,9 @@ from ..errors import ConfigError, ZbpipeError
 from ..program import Op, Program, Programs
 from ..timeline import Span, Timeline
 from . import control
-from .world import World, host_id
+from .hosts import Pair
+from .meeting import Meeting, meet
+from .world import World
 
 # After an abort, how long step() waits for callbacks that are under way before it raises. They keep
 # running: what they touch is poisoned with the pipe.
@@ -35,39 +37,26 @@ class Crew:
         timeout: float,
         poison: bool = False,
         devices: Mapping[int, int] | None = None,
+        forced: Collection[Pair] = (),
     ) -> None:
         """Collective. `devices`: the CUDA device of each rank of this process; None for the CPU.
 
         With it `cuda[rank]` is the native device: `cuda[rank].after(stream)` makes the next run
         begin after what is in a stream now, `executors[rank].stream(lane)` is a lane's stream.
+        `forced`: (from, to) pairs of ranks that use "torch" although they share a host.
         """
         self.world = world
         self._poison = poison
         self._pid = os.getpid()
-        board = _native.Board.create(world.size) if world.rank == 0 else None
-        on_cuda = devices is not None
         if devices is not None and {*devices} != {*world.local}:
             raise ConfigError(
                 f"devices = {dict(devices)}: want a CUDA device for each of the ranks {world.local}"
             )
-        mine = (host_id(), os.getpid(), -1 if board is None else board.fd, on_cuda)
-        everyone = world.gather(mine)
-        for rank, (host, _, _, cuda) in enumerate(everyone):
-            if cuda != everyone[0][3]:
-                names = {True: "CUDA", False: "the CPU"}
-                raise ConfigError(
-                    f"rank {rank} is on {names[cuda]}, rank 0 is not: want all ranks on one of them"
-                )
-            if host != everyone[0][0]:
-                raise ConfigError(
-                    f"rank {rank} is on another host than rank 0: the transports there are "
-                    "(local, shm) reach ranks of one host only"
-                )
-        if board is None:
-            board = _native.Board.open(everyone[0][1], everyone[0][2], world.size)
-        self.board = board
+        self._meeting = meet(world, devices is not None)
+        self._timeout, self._forced = timeout, forced
+        self.board = self._meeting.board
         self.cuda = {
-            rank: _native.cuda.Device(board, rank, device)
+            rank: _native.cuda.Device(self.board, rank, device)
             for rank, device in (devices or {}).items()
         }
         self._devices = dict(devices or {})
@@ -77,18 +66,26 @@ class Crew:
         }
         self._slots: dict[tuple[int, int], int] = {}
         self._errors: dict[int, BaseException] = {}
-        self.close = weakref.finalize(self, _stop, tuple(self.executors.values()))
+        self.close = weakref.finalize(self, _stop, tuple(self.executors.values()), self._meeting)
         # Everybody has the board open before rank 0's process may go.
         world.gather(None)
-        board.seal()
+        self.board.seal()
 
     def connect(self, slots: Mapping[tuple[int, int], int]) -> None:
         """Open a channel for each (from, to) pair of ranks. Collective; once a crew.
 
         Channels are numbered as in Program: a rank's outgoing ones by destination, its incoming
-        ones by source.
+        ones by source. Raises ConfigError on every rank where two ranks cannot be connected.
         """
         self._slots = dict(slots)
+        bridged = sorted(pair for pair in slots if self._transport(pair) == "torch")
+        if bridged and self.cuda:
+            a, b = bridged[0]
+            raise ConfigError(
+                f"rank {a} is on another host than rank {b}, or transport says torch: it carries "
+                "tensors on the CPU only, and the ranks are on CUDA devices"
+            )
+        self._meeting.connect(bridged, self._timeout)
         made: dict[tuple[int, int], tuple[int, int, int]] = {}
         links: dict[tuple[int, int], Any] = {}
         for (source, target), count in sorted(slots.items()):
@@ -100,11 +97,16 @@ class Crew:
                     link = _native.cuda.OutLink(self.board, device, target, count)
                     self.cuda[source].add_out(link)
                     links[source, target], fd = link, link.fd
+                if (source, target) in bridged:
+                    self._meeting.carry_off((source, target), bridged, sender)
                 made[source, target] = (os.getpid(), sender.fd, fd)
         everywhere = {pair: at for part in self.world.gather(made) for pair, at in part.items()}
         for (source, target), count in sorted(slots.items(), key=lambda item: item[0][::-1]):
             if target in self.executors:
                 pid, fd, link_fd = everywhere[source, target]
+                if (source, target) in bridged:
+                    inlet = self._meeting.bring((source, target), bridged, count)
+                    pid, fd = os.getpid(), inlet.fd
                 on_host = self._poison and target not in self.cuda
                 receiver = _native.Receiver(pid, fd, count, on_host)
                 self.executors[target].add_receiver(receiver)
@@ -116,16 +118,17 @@ class Crew:
                         if out is None
                         else _native.cuda.InLink.beside(out, *at, self._poison)
                     )
+        self._meeting.start()
         self.world.gather(None)  # nobody may leave before its channels have been opened
+
+    def _transport(self, pair: Pair) -> str:
+        return self._meeting.processes.transport(pair, self._forced, bool(self.cuda))
 
     def transports(self) -> dict[tuple[int, int], str]:
         """The transport of each channel that starts or ends here."""
         own = self.executors
-        between = "ipc" if self.cuda else "shm"
         return {
-            pair: "local" if pair[0] in own and pair[1] in own else between
-            for pair in self._slots
-            if pair[0] in own or pair[1] in own
+            pair: self._transport(pair) for pair in self._slots if pair[0] in own or pair[1] in own
         }
 
     def load(self, programs: Programs) -> Loaded:
@@ -186,18 +189,25 @@ class Crew:
         if failure is not None:
             raise control.error_of(failure) from self._errors.get(failure[0])
 
+    @property
+    def clock(self) -> float:
+        """Seconds to add to this host's monotonic clock for that of rank 0's host."""
+        return float(self.board.clock) / 1e9
+
     def timeline(self, loaded: Loaded, kind: str = "measured") -> Timeline:
-        """What this process's ranks did in the last run, seconds of the host's monotonic clock.
+        """What this process's ranks did in the last run, seconds of rank 0's host's clock.
 
         Messages are received in place: a receive is the moment of the arrival, not the wait for it.
         """
         spans = []
+        clock = self.clock
         for rank, program in loaded.programs.items():
             times = self.executors[rank].times()
             for instruction, (start, end) in zip(program.instructions, times, strict=True):
                 lane = program.lanes[instruction.lane]
                 start = end if instruction.op == Op.RECEIVE else start
-                spans.append(Span(rank, lane, instruction.action, start / 1e9, end / 1e9))
+                at = (start / 1e9 + clock, end / 1e9 + clock)
+                spans.append(Span(rank, lane, instruction.action, *at))
         return Timeline(tuple(spans), self.world.size, kind=kind)
 
 
@@ -228,6 +238,7 @@ def _native_program(program: Program) -> Any:
     return _native.Program(len(program.lanes), rows)
 
 
-def _stop(executors: tuple[Any, ...]) -> None:
+def _stop(executors: tuple[Any, ...], meeting: Meeting) -> None:
     for executor in executors:
         executor.stop()
+    meeting.close()  # last: what was sent is still carried off

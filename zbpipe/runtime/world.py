@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import start_processes
 
-from ..errors import ConfigError
+from ..errors import ConfigError, ZbpipeError
 
 # A lost peer must not hold a start-up longer than this, whatever the user's step timeout is.
 _JOIN_TIMEOUT = timedelta(seconds=120)
@@ -46,6 +44,13 @@ class World:
         out: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(out, value, group=self.group)
         return out
+
+    @property
+    def store(self) -> Store:
+        """What processes of several hosts meet by. Raises ZbpipeError where there is none."""
+        if not dist.is_initialized():
+            raise ZbpipeError("ranks on several hosts meet by torch.distributed: initialise it")
+        return dist.distributed_c10d._get_default_store()
 
     def agree(self, make: Callable[[], Any], what: str) -> list[Any]:
         """Gather what `make` returns; an error of one process becomes the same error on all.
@@ -109,12 +114,6 @@ def dist_size() -> int:
     if dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def host_id() -> str:
-    """Equal in two processes exactly where they can share memory (same machine, same boot)."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()}:{boot.read_text().strip() if boot.exists() else ''}"
 
 
 def _child(index: int, fn: Callable[..., None], port: int, ranks: int, args: Sequence[Any]) -> None:
