@@ -1,5 +1,7 @@
 #include "transport/python.hpp"
 
+#include <pybind11/stl.h>
+
 #include <memory>
 #include <optional>
 

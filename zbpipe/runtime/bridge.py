@@ -81,14 +81,20 @@ class Outgoing:
 
 
 class Incoming:
-    """Brings one rank what another has published; `ended` when that was all."""
+    """Brings one rank what another has published; `over` is set when nothing more will come."""
 
     def __init__(self, board: Any, wire: Wire, tag: int, inlet: Any) -> None:
-        self.ended = threading.Event()
+        self.over = threading.Event()
         self._board, self._wire, self._tag, self._inlet = board, wire, tag, inlet
         self._stopped = False
 
     def run(self) -> None:
+        try:
+            self._run()
+        finally:
+            self.over.set()
+
+    def _run(self) -> None:
         frames = [bytearray(_START + _INLINE) for _ in range(2)]
         asked = self._wire.post(self._tag, _bytes(frames[0]))
         while not self._stopped:
@@ -96,7 +102,6 @@ class Incoming:
             frame = frames[0]
             slot, *sizes = _FRAME.unpack_from(frame)
             if slot < 0:
-                self.ended.set()
                 return
             frames.reverse()
             asked = self._wire.post(self._tag, _bytes(frames[0]))

@@ -141,8 +141,13 @@ class Link:
                 self._settled.wait(_ANSWER_S)
         self._end()
         for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(_ANSWER_S)
+            thread.join(_ANSWER_S)
+        if any(thread.is_alive() for thread in self._threads):
+            return  # what it uses stays
+        self._threads.clear()
+        self.outgoing.clear()
+        self.incoming.clear()
+        self.wire.close()
 
     def _leave(self) -> None:
         """Carry off what was published, say so, and wait until the peer has it."""
@@ -222,7 +227,7 @@ class Link:
 
     def _answer(self) -> None:
         for one in self.incoming:
-            one.ended.wait(_ANSWER_S)
+            one.over.wait(_ANSWER_S)
         for outgoing in self.outgoing:
             outgoing.stop()  # nobody is there to read any more
         self._say(_GOT_ALL, _ANSWER_S)

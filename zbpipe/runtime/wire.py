@@ -68,6 +68,10 @@ class Wire:
             work = self._group.recv([nothing], self._peer, _NOBODYS_TAG)
             work.wait(timedelta(milliseconds=1))
 
+    def close(self) -> None:
+        """Give the sockets and threads back, when nobody uses the wire any more."""
+        self._group = None
+
     def leak(self) -> None:
         """Keep the group for ever: a forked child has none of the threads that its end joins."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
