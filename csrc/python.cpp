@@ -238,6 +238,7 @@ void bind_channels(py::module_& m) {
   py::class_<Sender, std::shared_ptr<Sender>>(m, "Sender")
       .def(py::init<int>(), py::arg("slots"))
       .def_property_readonly("fd", &Sender::fd)
+      .def("announce", &Sender::announce, py::arg("slot"), py::arg("header"), py::arg("payload"))
       .def_property_readonly("slots", &Sender::slots);
   py::class_<Receiver, std::shared_ptr<Receiver>>(m, "Receiver")
       .def(py::init([](int pid, int fd, int slots, bool poison) {

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +13,6 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 
 from zbpipe.errors import StageError, ZbpipeError
 from zbpipe.program import Programs
@@ -33,11 +31,6 @@ class PipeWorld(World):
     """A World over pipes, so that forked ranks need no torch.distributed to meet."""
 
     peers: tuple[tuple[Connection, Connection] | None, ...] = ()
-    folder: str = ""
-
-    @property
-    def store(self) -> Any:
-        return dist.FileStore(f"{self.folder}/store", self.size)
 
     def gather(self, value: Any) -> list[Any]:
         for peer in self.peers:
@@ -138,14 +131,13 @@ class _Forked:
 def forked(fn: Callable[..., Any], ranks: int, *args: Any) -> list[Outcome]:
     """Run `fn(world, *args)` in `ranks` forked processes; an Outcome a rank, however it ended."""
     context = multiprocessing.get_context("fork")
-    folder = tempfile.TemporaryDirectory()
     mesh = [[context.Pipe(duplex=False) for _ in range(ranks)] for _ in range(ranks)]
     running = []
     for rank in range(ranks):
         peers = tuple(
             None if q == rank else (mesh[q][rank][0], mesh[rank][q][1]) for q in range(ranks)
         )
-        world = PipeWorld(ranks, (rank,), None, peers, folder.name)
+        world = PipeWorld(ranks, (rank,), None, peers)
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(target=_child, args=(theirs, fn, world, args))
         process.start()
@@ -163,7 +155,6 @@ def forked(fn: Callable[..., Any], ranks: int, *args: Any) -> list[Outcome]:
             if one.process.is_alive():
                 one.process.kill()
             one.process.join()
-        folder.cleanup()
     return [one.outcome for one in running]
 
 

@@ -11,9 +11,6 @@ import torch.distributed as dist
 
 from crews import Outcome, forked
 
-# Threads that only a process group has.
-GROUP_THREADS = ("gloo_tcp_loop", "pt_gloo_runloop")
-
 
 def _joined(world: Any, fn: Callable[..., Any], path: str, hosts: str, args: Any) -> Any:
     os.environ["ZBPIPE_HOST"] = hosts[world.rank]

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from hosting import everyone, on_hosts, python_threads
 
 import zbpipe
-from cases import CASES, CHUNKED, SCHEDULES, mse
+from cases import CASES, SCHEDULES
 from crews import lane_threads, shared_files
-from hosting import everyone, on_hosts, python_threads
 from unsplit import assert_same_gradients, gradients, reference
 
 

@@ -45,12 +45,12 @@ def elsewhere(world):
     return crew.transports()
 
 
-def test_ranks_on_other_hosts_are_connected_by_torch():
+def test_ranks_on_other_hosts_are_connected_by_tcp():
     found = [outcome.get() for outcome in forked(elsewhere, 3)]
     assert found == [
         {(0, 1): "shm", (1, 0): "shm"},
-        {(0, 1): "shm", (1, 0): "shm", (1, 2): "torch", (2, 1): "torch"},
-        {(1, 2): "torch", (2, 1): "torch"},
+        {(0, 1): "shm", (1, 0): "shm", (1, 2): "tcp", (2, 1): "tcp"},
+        {(1, 2): "tcp", (2, 1): "tcp"},
     ]
 
 

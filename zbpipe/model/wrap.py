@@ -76,8 +76,8 @@ def wrap(
         mesh: not supported yet.
         local_ranks: ranks that this process drives.
         transport: how messages go from rank to rank. None: the fastest that works for each pair,
-            in shared memory ("local" in a process, "shm" or "ipc" on a host) or else by "torch",
-            a process group of torch.distributed. "torch" for all, or {(from, to): "torch"} for
+            in shared memory ("local" in a process, "shm" or "ipc" on a host) or else by "tcp".
+            "tcp" for all, or {(from, to): "tcp"} for
             some. Which host a rank is on is found out; ZBPIPE_HOST, set to different names, keeps
             processes apart that could share memory.
 
@@ -206,5 +206,5 @@ def _digest(settings: Settings, taken: Taken) -> tuple[str, str]:
     return digest, (
         f"{len(layers)} layers, {count} parameters, microbatches={settings.microbatches}, "
         f"schedule {'/'.join(names)}, partition {list(sizes)}, seed {settings.seed}"
-        + (f", transport torch for {forced}" if forced else "")
+        + (f", transport tcp for {forced}" if forced else "")
     )

@@ -43,7 +43,7 @@ class Crew:
 
         With it `cuda[rank]` is the native device: `cuda[rank].after(stream)` makes the next run
         begin after what is in a stream now, `executors[rank].stream(lane)` is a lane's stream.
-        `forced`: (from, to) pairs of ranks that use "torch" although they share a host.
+        `forced`: (from, to) pairs of ranks that use "tcp" although they share a host.
         """
         self.world = world
         self._poison = poison
@@ -78,12 +78,12 @@ class Crew:
         ones by source. Raises ConfigError on every rank where two ranks cannot be connected.
         """
         self._slots = dict(slots)
-        bridged = sorted(pair for pair in slots if self._transport(pair) == "torch")
+        bridged = sorted(pair for pair in slots if self._transport(pair) == "tcp")
         if bridged and self.cuda:
             a, b = bridged[0]
             raise ConfigError(
-                f"rank {a} is on another host than rank {b}, or transport says torch: it carries "
-                "tensors on the CPU only, and the ranks are on CUDA devices"
+                f"rank {a} is on another host than rank {b}, or transport says tcp, which carries "
+                "what is in the CPU's memory: these ranks are on CUDA devices"
             )
         self._meeting.connect(bridged, self._timeout)
         made: dict[tuple[int, int], tuple[int, int, int]] = {}
@@ -98,14 +98,14 @@ class Crew:
                     self.cuda[source].add_out(link)
                     links[source, target], fd = link, link.fd
                 if (source, target) in bridged:
-                    self._meeting.carry_off((source, target), bridged, sender)
+                    self._meeting.carry_off((source, target), sender)
                 made[source, target] = (os.getpid(), sender.fd, fd)
         everywhere = {pair: at for part in self.world.gather(made) for pair, at in part.items()}
         for (source, target), count in sorted(slots.items(), key=lambda item: item[0][::-1]):
             if target in self.executors:
                 pid, fd, link_fd = everywhere[source, target]
                 if (source, target) in bridged:
-                    inlet = self._meeting.bring((source, target), bridged, count)
+                    inlet = self._meeting.bring((source, target), count)
                     pid, fd = os.getpid(), inlet.fd
                 on_host = self._poison and target not in self.cuda
                 receiver = _native.Receiver(pid, fd, count, on_host)

@@ -112,11 +112,11 @@ class Processes:
         return sorted(set(self.hosts))
 
     def transport(self, pair: Pair, forced: Collection[Pair], cuda: bool) -> str:
-        """How messages go from one rank to another: "local", "shm", "ipc" or "torch"."""
+        """How messages go from one rank to another: "local", "shm", "ipc" or "tcp"."""
         if self.of(pair[0]) == self.of(pair[1]):
             return "local"
         if pair in forced or self.host(pair[0]) != self.host(pair[1]):
-            return "torch"
+            return "tcp"
         return "ipc" if cuda else "shm"
 
     def linked(self, pairs: Collection[Pair]) -> list[Pair]:
@@ -128,16 +128,16 @@ class Processes:
 
 
 def forced_pairs(transport: Any, ranks: int, local: Collection[int]) -> frozenset[Pair]:
-    """The ordered pairs of ranks that `transport` puts on "torch", whatever could be faster.
+    """The ordered pairs of ranks that `transport` puts on "tcp", whatever could be faster.
 
-    `transport`: None, "torch", or {(from, to): "torch"}. `local`: the ranks of this process, among
+    `transport`: None, "tcp", or {(from, to): "tcp"}. `local`: the ranks of this process, among
     which messages stay. Raises ConfigError on anything else.
     """
-    want = 'want None, "torch", or {(0, 1): "torch"}: pairs (from, to) of ranks'
+    want = 'want None, "tcp", or {(0, 1): "tcp"}: pairs (from, to) of ranks'
     if transport is None:
         return frozenset()
     if isinstance(transport, str):
-        if transport != "torch":
+        if transport != "tcp":
             raise ConfigError(f"transport = {transport!r}: {want}")
         return frozenset((a, b) for a in range(ranks) for b in range(ranks) if a != b)
     if not isinstance(transport, Mapping):
@@ -151,8 +151,8 @@ def forced_pairs(transport: Any, ranks: int, local: Collection[int]) -> frozense
                 raise ConfigError(f"{shown}: want two ranks from 0 to {ranks - 1}")
         if pair[0] == pair[1]:
             raise ConfigError(f"{shown}: want two different ranks")
-        if name != "torch":
-            raise ConfigError(f'{shown}: want "torch"; what is left out is chosen by itself')
+        if name != "tcp":
+            raise ConfigError(f'{shown}: want "tcp"; what is left out is chosen by itself')
         if pair[0] in local and pair[1] in local:
             raise ConfigError(f"{shown}: both ranks are in one process: leave the pair out")
     return frozenset(transport)

@@ -4,7 +4,7 @@ Each side speaks every tenth of a second, and at once when its board is aborted.
 board's report, so that the boards of all hosts show the same and each host can name who died,
 stalled or failed. An end is one of three:
 
-    in order   messages are carried to their end ─▶ LEAVING ─▶ the peer answers GOT_ALL ─▶ severed
+    in order   messages have arrived to the last ─▶ LEAVING ─▶ the peer answers HEARD ─▶ severed
     abort      FAILED, both ways, so that no consequence is named first ─▶ severed
     broken     the peer's ranks are lost, unless a failure that explains it comes within a moment
 """
@@ -19,11 +19,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from . import control
 from .bridge import Incoming, Outgoing
-from .wire import Wire
+from .wire import Stream
 
 _BEAT_S = 0.1
 # How long an end may wait for a peer's answer, and a broken connection for a failure's news: longer
@@ -32,9 +30,8 @@ _ANSWER_S = 2.0
 _NEWS_S = 1.0
 _MEET_S = 30.0  # both sides are there when they meet
 _LOOKS = 8  # at the peer's clock, to begin with
-CONTROL_TAG = 0
 
-_ALIVE, _FAILED, _LEAVING, _GOT_ALL = range(4)
+_ALIVE, _FAILED, _LEAVING, _HEARD = range(4)
 _HEAD = struct.Struct("<iqqq")  # what; when, when the last was sent and received, ns
 
 
@@ -69,20 +66,20 @@ class Link:
     """A connection of this process and another, with the channels that go over it."""
 
     def __init__(
-        self, board: Any, wire: Wire, side: int, rank: int, peers: Sequence[int], timeout: float
+        self, board: Any, stream: Stream, side: int, rank: int, peers: Sequence[int], timeout: float
     ) -> None:
         """Both sides at once. `rank`: names this process; `peers`: the other process's ranks.
 
-        `timeout`: seconds in which a peer takes a message, or no more are tried at the end. Raises
-        ConnectionError where the other side goes.
+        `timeout`: seconds in which the peer takes a message, or no more are tried at the end.
+        Raises ConnectionError where the other side goes.
         """
         self.elsewhere = True  # the peers live on another host than this board's
         self.leads = False  # they live on rank 0's host, whose clock is everybody's
-        self._board, self.wire, self._timeout = board, wire, timeout
+        self._board, self._stream, self._timeout = board, stream, timeout
         self._rank, self._peers = rank, peers
         self._pid = os.getpid()
         self._clock = Clock()
-        self._size = _HEAD.size + len(board.report())
+        self._message = bytearray(_HEAD.size + len(board.report()))
         self._voice = threading.Lock()
         self._leaving, self._peer_left = threading.Event(), threading.Event()
         self._answered, self._settled = threading.Event(), threading.Event()
@@ -91,12 +88,16 @@ class Link:
         self.incoming: list[Incoming] = []
         self._threads: list[threading.Thread] = []
         self._heard = time.monotonic()
+        # Half of what is free is never less than what is said at once (`Stream.writable`).
+        stream.roomy(16 * len(self._message))
+        stream.limit(_MEET_S)
         for _ in range(_LOOKS):
             if side == 0:
-                self._say(_ALIVE, _MEET_S)
-            self._take_in(self._hear(self._listen(), _MEET_S))
+                self._say(_ALIVE, _ANSWER_S)
+            self._hear()
             if side == 1:
-                self._say(_ALIVE, _MEET_S)
+                self._say(_ALIVE, _ANSWER_S)
+        stream.limit(None)
 
     @property
     def clock(self) -> int:
@@ -108,8 +109,7 @@ class Link:
         self._heard = time.monotonic()
         for name, job in (
             ("speak", self._speak),
-            ("guard", self._guard),
-            ("listen", self._listen_on),
+            ("listen", self._listen),
             *(("carry off", one.run) for one in self.outgoing),
             *(("bring", one.run) for one in self.incoming),
         ):
@@ -126,8 +126,7 @@ class Link:
             return
         self._closed = True
         if os.getpid() != self._pid:
-            self.wire.leak()
-            return
+            return  # a forked child: the connection is its parent's
         if threading.current_thread() in self._threads:  # collected as garbage in one of them
             threading.Thread(target=self._close, daemon=True).start()
         else:
@@ -144,24 +143,25 @@ class Link:
             thread.join(_ANSWER_S)
         if any(thread.is_alive() for thread in self._threads):
             return  # what it uses stays
+        streams = self._streams()
         self._threads.clear()
         self.outgoing.clear()
         self.incoming.clear()
-        self.wire.close()
+        for stream in streams:
+            stream.close()
 
     def _leave(self) -> None:
         """Carry off what was published, say so, and wait until the peer has it."""
         for one in self.outgoing:
             one.finish()
         deadline, count = 0.0, -1
-        while not all(one.over for one in self.outgoing):
+        while not all(one.over.wait(0.001) for one in self.outgoing):
             now, carried = time.monotonic(), sum(one.carried for one in self.outgoing)
             if carried != count:
                 deadline, count = now + self._timeout, carried
             silent = now - self._heard > self._timeout
             if silent or now > deadline or self._over.is_set() or self._board.watch(0):
                 return
-            time.sleep(0.001)
         self._leaving.set()
         try:
             self._say(_LEAVING, _ANSWER_S)
@@ -175,7 +175,12 @@ class Link:
             outgoing.stop()
         for incoming in self.incoming:
             incoming.stop()
-        self.wire.sever()
+        for stream in self._streams():
+            stream.sever()
+
+    def _streams(self) -> list[Stream]:
+        carried = [one.stream for one in self.outgoing] + [one.stream for one in self.incoming]
+        return [self._stream, *carried]
 
     # --- the threads ------------------------------------------------------------------------------
 
@@ -183,7 +188,7 @@ class Link:
         try:
             job()
         except ConnectionError:
-            pass  # `_listen_on` sees the same, and says what it means
+            pass  # `_listen` sees the same, and says what it means
         except Exception as error:
             control.abort(self._board, self._rank, error)
 
@@ -191,46 +196,31 @@ class Link:
         while not self._board.watch(_BEAT_S):
             if self._over.is_set() or self._leaving.is_set() or self._peer_left.is_set():
                 return
-            self._say(_ALIVE)  # as long as it takes: between steps nobody need be in a hurry
+            self._say(_ALIVE, 0.0)  # a peer that does not listen now does so later
         self._say(_FAILED, _ANSWER_S)
+        self._settled.wait(_ANSWER_S)
+        self._end()
 
-    def _guard(self) -> None:
-        """After an abort, end the connection, also where nobody answers."""
-        while not self._over.wait(_BEAT_S):
-            if self._board.watch(0):
-                self._settled.wait(2 * _ANSWER_S)
-                self._end()
-
-    def _listen_on(self) -> None:
+    def _listen(self) -> None:
         try:
-            asked = self._listen()
             while True:
-                message = self._hear(asked)
-                asked = self._listen()  # before the answer: two that answer each other both get it
-                what = self._take_in(message)
+                what = self._hear()
                 if what == _FAILED:
                     self._settled.set()
-                elif what == _GOT_ALL:
+                elif what == _HEARD:
                     self._answered.set()
                 elif what == _LEAVING:
                     self._peer_left.set()
-                    self._answer()
+                    self._say(_HEARD, _ANSWER_S)
         except ConnectionError:
             self._explain()
         finally:
             self._over.set()
             self._answered.set()
             self._settled.set()
-            # What has arrived is still brought in.
+            # Nobody reads any more what goes out; what has come is still brought in.
             for one in self.outgoing:
                 one.stop()
-
-    def _answer(self) -> None:
-        for one in self.incoming:
-            one.over.wait(_ANSWER_S)
-        for outgoing in self.outgoing:
-            outgoing.stop()  # nobody is there to read any more
-        self._say(_GOT_ALL, _ANSWER_S)
 
     def _explain(self) -> None:
         """The connection has ended: in order, because of an abort, or because the peer is lost."""
@@ -247,30 +237,19 @@ class Link:
 
     # --- what is said -----------------------------------------------------------------------------
 
-    def _say(self, what: int, seconds: float | None = None) -> None:
-        if not self._voice.acquire(timeout=-1 if seconds is None else seconds):
-            raise ConnectionError("the peer does not take what it is told")
-        try:
-            said = bytearray(_HEAD.pack(what, *self._clock.stamp()) + self._board.report())
-            tensor = torch.frombuffer(said, dtype=torch.uint8)
-            self.wire.send(CONTROL_TAG, tensor, seconds=seconds)
-        finally:
-            self._voice.release()
+    def _say(self, what: int, seconds: float) -> None:
+        """Say it, unless the peer takes nothing within `seconds`."""
+        with self._voice:
+            if self._stream.writable(seconds):
+                head = _HEAD.pack(what, *self._clock.stamp())
+                self._stream.send(head, self._board.report())
 
-    def _listen(self) -> tuple[Any, torch.Tensor]:
-        heard = torch.empty(self._size, dtype=torch.uint8)
-        return self.wire.post(CONTROL_TAG, heard), heard
-
-    def _hear(self, asked: tuple[Any, torch.Tensor], seconds: float | None = None) -> bytes:
-        work, heard = asked
-        self.wire.wait(work, seconds)
-        return heard.numpy().tobytes()
-
-    def _take_in(self, message: bytes) -> int:
-        what, *stamps = _HEAD.unpack_from(message)
+    def _hear(self) -> int:
+        self._stream.receive(self._message)
+        what, *stamps = _HEAD.unpack_from(self._message)
         self._clock.hear(*stamps)
         self._heard = time.monotonic()
         if self.leads:
             self._board.clock = self.clock
-        self._board.adopt(message[_HEAD.size :])
+        self._board.adopt(bytes(self._message[_HEAD.size :]))
         return int(what)

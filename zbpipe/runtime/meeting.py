@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +13,11 @@ from ..errors import ConfigError
 from . import hosts
 from .bridge import Incoming, Outgoing
 from .hosts import Pair, Processes
-from .link import CONTROL_TAG, Link
-from .wire import Wire
+from .link import Link
+from .wire import Address, Door, Stream, connect
 from .world import World
+
+_MEET_S = 60.0  # everybody is here already: nothing but the network can take time
 
 
 @dataclass
@@ -25,10 +27,12 @@ class Meeting:
     world: World
     processes: Processes
     board: Any
-    token: str  # names this meeting in the job's store
+    secret: bytes  # only this pipeline's processes know it
     links: dict[int, Link] = field(default_factory=dict)
+    _streams: dict[Pair, Stream] = field(default_factory=dict)  # (process, number)
+    _numbers: dict[Pair, int] = field(default_factory=dict)  # of each bridged pair's stream
 
-    def connect(self, pairs: Collection[Pair], timeout: float) -> None:
+    def connect(self, pairs: Sequence[Pair], timeout: float) -> None:
         """Link the hosts, and the processes of these `pairs` of ranks. Collective.
 
         Raises ConfigError on every rank where a process cannot reach another.
@@ -36,43 +40,68 @@ class Meeting:
         wanted = self.processes.linked(pairs)
         if not wanted:
             return
+        of, own = self.processes.of, self.processes.of(self.world.rank)
+        # Stream 0 is the link's own.
+        self._numbers = {pair: number for number, pair in enumerate(pairs, 1)}
+        streams = {
+            pair: [0, *(n for p, n in self._numbers.items() if {*map(of, p)} == {*pair})]
+            for pair in wanted
+        }
+        door = Door(own, self.secret)
         try:
-            self.world.agree(lambda: self._connect(wanted, timeout), "connecting the hosts")
+            addresses = self.world.gather(door.address)
+            self.world.agree(lambda: self._meet(door, addresses, streams), "connecting the hosts")
+            self.world.agree(lambda: self._link(wanted, timeout), "connecting the hosts")
         except BaseException:
-            self.close()
+            for stream in self._streams.values():
+                stream.sever()
+                stream.close()
             raise
+        finally:
+            door.close()
 
-    def _connect(self, wanted: list[Pair], timeout: float) -> None:
-        """In one order on all processes, so that nobody waits in a circle."""
-        own, of = self.processes.of(self.world.rank), self.processes
+    def _meet(self, door: Door, addresses: list[Address], streams: dict[Pair, list[int]]) -> None:
+        """Connect to the processes before this one, and wait for those after it."""
+        own = self.processes.of(self.world.rank)
+        try:
+            for (a, b), numbers in streams.items():
+                if b == own:
+                    made = connect(addresses[a], self.secret, own, a, numbers, _MEET_S)
+                    self._streams |= {(a, n): s for n, s in zip(numbers, made, strict=True)}
+            later = [(b, n) for (a, b), numbers in streams.items() if a == own for n in numbers]
+            self._streams |= door.wait(later, _MEET_S)
+        except ConnectionError as error:
+            raise ConfigError(
+                f"process {own} (rank {self.world.rank}) is not connected: {error}; "
+                "GLOO_SOCKET_IFNAME names the network interface to use"
+            ) from error
+
+    def _link(self, wanted: list[Pair], timeout: float) -> None:
+        """In one order on all processes, since both sides of a link talk at once."""
+        where, own = self.processes, self.processes.of(self.world.rank)
         for pair in wanted:
-            if own not in pair:
-                continue
-            side = pair.index(own)
-            peer = pair[1 - side]
-            try:
-                wire = Wire(self.world.store, f"zbpipe/{self.token}/{pair[0]}-{pair[1]}", side)
-                link = Link(self.board, wire, side, self.world.rank, of.ranks[peer], timeout)
-            except (RuntimeError, ConnectionError) as error:
-                raise ConfigError(
-                    f"no connection between rank {self.world.rank} and rank {of.ranks[peer][0]}: "
-                    f"{error} (gloo uses the network interface that GLOO_SOCKET_IFNAME names)"
-                ) from error
-            link.elsewhere = of.hosts[peer] != of.hosts[own]
-            link.leads = own != 0 and peer == 0 and own in of.leaders and link.elsewhere
-            self.links[peer] = link
+            if own in pair:
+                side = pair.index(own)
+                peer = pair[1 - side]
+                stream, ranks = self._streams[peer, 0], where.ranks[peer]
+                link = Link(self.board, stream, side, self.world.rank, ranks, timeout)
+                link.elsewhere = where.hosts[peer] != where.hosts[own]
+                link.leads = peer == 0 and own in where.leaders and link.elsewhere
+                self.links[peer] = link
 
-    def carry_off(self, pair: Pair, bridged: list[Pair], sender: Any) -> None:
+    def carry_off(self, pair: Pair, sender: Any) -> None:
         """Let what `sender` publishes go over the wire."""
-        link = self.links[self.processes.of(pair[1])]
+        peer = self.processes.of(pair[1])
         outlet = _native.Outlet(self.board, pair[0], sender)
-        link.outgoing.append(Outgoing(self.board, link.wire, _tag(pair, bridged), outlet))
+        stream = self._streams[peer, self._numbers[pair]]
+        self.links[peer].outgoing.append(Outgoing(self.board, stream, outlet))
 
-    def bring(self, pair: Pair, bridged: list[Pair], slots: int) -> Any:
+    def bring(self, pair: Pair, slots: int) -> Any:
         """The end of a channel into which what comes over the wire goes."""
-        link = self.links[self.processes.of(pair[0])]
+        peer = self.processes.of(pair[0])
         inlet = _native.Inlet(self.board, pair[1], slots)
-        link.incoming.append(Incoming(self.board, link.wire, _tag(pair, bridged), inlet))
+        stream = self._streams[peer, self._numbers[pair]]
+        self.links[peer].incoming.append(Incoming(self.board, stream, inlet))
         return inlet
 
     def start(self) -> None:
@@ -101,7 +130,7 @@ def meet(world: World, on_cuda: bool) -> Meeting:
         mine = {
             i for i, at in enumerate(addresses) if ids[i] == hosts.host_id() and hosts.reachable(at)
         }
-        found = world.gather((mine, secrets.token_hex(8)))
+        found = world.gather((mine, secrets.token_bytes(32)))
     finally:
         probe.close()
     processes = Processes(
@@ -114,11 +143,6 @@ def meet(world: World, on_cuda: bool) -> Meeting:
         if processes.host(rank) != host:
             own.place_elsewhere(rank)
     return Meeting(world, processes, own, found[0][1])
-
-
-def _tag(pair: Pair, bridged: list[Pair]) -> int:
-    """Two tags a channel, the same at both its ends, after that of control."""
-    return CONTROL_TAG + 1 + 2 * bridged.index(pair)
 
 
 def _same_kind(everyone: list[Any]) -> None:

@@ -52,7 +52,7 @@ class Settings:
     shared: frozenset[str]
     timeout: float
     seed: int
-    forced: frozenset[tuple[int, int]] = frozenset()  # pairs of ranks that use "torch"
+    forced: frozenset[tuple[int, int]] = frozenset()  # pairs of ranks that use "tcp"
     poison: bool = False
 
 

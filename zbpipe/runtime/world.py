@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import start_processes
 
-from ..errors import ConfigError, ZbpipeError
+from ..errors import ConfigError
 
 # A lost peer must not hold a start-up longer than this, whatever the user's step timeout is.
 _JOIN_TIMEOUT = timedelta(seconds=120)
@@ -44,13 +44,6 @@ class World:
         out: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(out, value, group=self.group)
         return out
-
-    @property
-    def store(self) -> Store:
-        """What processes of several hosts meet by. Raises ZbpipeError where there is none."""
-        if not dist.is_initialized():
-            raise ZbpipeError("ranks on several hosts meet by torch.distributed: initialise it")
-        return dist.distributed_c10d._get_default_store()
 
     def agree(self, make: Callable[[], Any], what: str) -> list[Any]:
         """Gather what `make` returns; an error of one process becomes the same error on all.
