@@ -49,8 +49,8 @@ class Clock:
         """To be sent: now, and when the peer's last stamp was made and received, ns."""
         return (time.monotonic_ns(), *self._last)
 
-    def hear(self, made: int, ours: int, received: int) -> None:
-        now = time.monotonic_ns()
+    def hear(self, made: int, ours: int, received: int, now: int) -> None:
+        """A stamp of the peer's, and when it came."""
         self._last = (made, now)
         if ours:
             delay = (now - ours) - (made - received)
@@ -246,8 +246,8 @@ class Link:
 
     def _hear(self) -> int:
         self._stream.receive(self._message)
-        what, *stamps = _HEAD.unpack_from(self._message)
-        self._clock.hear(*stamps)
+        what, made, ours, received = _HEAD.unpack_from(self._message)
+        self._clock.hear(made, ours, received, time.monotonic_ns())
         self._heard = time.monotonic()
         if self.leads:
             self._board.clock = self.clock

@@ -51,8 +51,10 @@ class Stream:
                 if sent < len(view):
                     self._socket.sendall(view[sent:])
                 sent = max(0, sent - len(view))
+        except ConnectionError:
+            raise
         except OSError as error:
-            raise _broken(error) from error
+            raise ConnectionError(str(error)) from error
 
     def receive(self, into: Any) -> None:
         """Fill `into` with what comes next."""
@@ -63,8 +65,10 @@ class Stream:
                 if count == 0:
                     raise ConnectionError("the connection was closed at the other end")
                 view = view[count:]
+        except ConnectionError:
+            raise
         except OSError as error:
-            raise _broken(error) from error
+            raise ConnectionError(str(error)) from error
 
     def writable(self, seconds: float) -> bool:
         """Whether a few kilobytes can be sent without waiting, within `seconds`."""
@@ -73,7 +77,7 @@ class Stream:
             poll.register(self._socket, select.POLLOUT)
             return bool(poll.poll(seconds * 1e3))
         except (OSError, ValueError) as error:
-            raise _broken(error) from error
+            raise ConnectionError(str(error)) from error
 
     def sever(self) -> None:
         """End the connection: whoever waits at either side is woken by ConnectionError."""
@@ -83,10 +87,6 @@ class Stream:
     def close(self) -> None:
         """Give the socket back, when nobody uses it any more."""
         self._socket.close()
-
-
-def _broken(error: Exception) -> ConnectionError:
-    return error if isinstance(error, ConnectionError) else ConnectionError(str(error))
 
 
 def local_addresses() -> list[str]:
