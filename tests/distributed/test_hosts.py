@@ -198,7 +198,7 @@ def _left_behind(rank: int) -> None:
     for i in range(7):
         pipe = zbpipe.wrap(layers(), 4, "1f1b", loss_fn=mse)
         pipe.step(X, target=Y)
-        assert len(python_threads()) == 4
+        assert "tcp" in pipe.summary()
         if i % 2:
             pipe.close()
         else:
@@ -206,6 +206,7 @@ def _left_behind(rank: int) -> None:
         if i == 1:
             before = found()  # torch and gloo have started what they keep
         assert i < 2 or found() == before
+    dist.barrier()  # a rank that goes takes the job's own sockets with it
 
 
 def test_nothing_is_left_of_many_pipelines_in_one_job(tmp_path) -> None:
