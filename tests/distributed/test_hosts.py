@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hosting import everyone, native_threads, on_hosts, python_threads, sockets
 from torch import nn
 

@@ -21,6 +21,8 @@ from typing import Any
 _HELLO = struct.Struct("<32sIII")
 _WELCOME = b"zbpipe"
 _TRY_S = 5.0  # one address; on a network that works an answer takes milliseconds
+# Addresses that nobody has (RFC 5737, RFC 3849): on the way there is the default route.
+_ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 Address = tuple[list[str], int]  # hosts to try, port
@@ -92,18 +94,20 @@ class Stream:
 def local_addresses() -> list[str]:
     """Where other hosts may find this one, likeliest first.
 
-    The interface that GLOO_SOCKET_IFNAME names; the one by which MASTER_ADDR is reached; the host's
-    name; and the loopback, for processes that only seem to be on different hosts.
+    The interface that GLOO_SOCKET_IFNAME names; those by which MASTER_ADDR, and hosts elsewhere,
+    are reached; what the host's name stands for; and the loopback, for processes that only seem to
+    be on different hosts.
     """
     found: list[str] = []
     for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             found.append(_interface(probe, name.strip()))
     master = os.environ.get("MASTER_ADDR", "")
-    for family, kind, protocol, _, address in _resolve(master) if master else ():
-        with suppress(OSError), socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # of a datagram socket: looks up the route, sends nothing
-            found.append(probe.getsockname()[0])
+    for target in (*([master] if master else []), *_ELSEWHERE):
+        for family, kind, protocol, _, address in _resolve(target):
+            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)  # of a datagram socket: looks up the route, sends nothing
+                found.append(probe.getsockname()[0])
     found += [row[4][0] for row in _resolve(socket.gethostname())]
     return list(dict.fromkeys([*found, "127.0.0.1"]))
 
