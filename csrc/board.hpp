@@ -76,7 +76,8 @@ class Board {
   /// Takes over what a report says of ranks that live elsewhere, and its failure. Throws on what is
   /// no report of a board of as many ranks.
   void adopt(const std::string& report);
-  /// The connection to `rank`, which lives elsewhere, has ended, and not in order.
+  /// The connection to `rank` has ended, and not in order. A rank that lives elsewhere counts as
+  /// dead from now on.
   void lose(int rank);
   /// What to add to this host's clock for that of rank 0's host, ns.
   void set_clock(int64_t ns) { head_->clock.store(ns, std::memory_order_relaxed); }

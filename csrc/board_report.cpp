@@ -33,6 +33,11 @@ void Board::place_elsewhere(int rank) {
 
 void Board::lose(int rank) {
   ZB_CHECK(rank >= 0 && rank < ranks_, "rank is not on this board");
+  if (!entry(rank).elsewhere) {
+    // A process that died is found by `supervise`, if somebody waits for it.
+    if (!gone(rank)) abort({rank, Tag{}, 'd', "the connection to this rank broke"});
+    return;
+  }
   Loss there = kThere;
   entry(rank).lost.compare_exchange_strong(there, kCut);
 }

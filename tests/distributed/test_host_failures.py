@@ -253,3 +253,16 @@ def _sleeps_between(rank: int) -> None:
 
 def test_time_between_steps_is_no_stall(tmp_path) -> None:
     everyone(on_hosts(tmp_path, _sleeps_between, "ab"))
+
+
+def _ends_abruptly(rank: int) -> None:
+    """Ends as multiprocessing does, with a pipeline that nobody closed, while others work."""
+    KEPT.append(wrapped(layers()))
+    KEPT[-1].step(X, target=Y)
+
+
+KEPT: list[Any] = []
+
+
+def test_a_process_of_multiprocessing_ends_in_order(tmp_path) -> None:
+    everyone(on_hosts(tmp_path, _ends_abruptly, "abb"))

@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from multiprocessing.util import Finalize
 from typing import Any
 
 from .. import _native
@@ -67,6 +68,7 @@ class Crew:
         self._slots: dict[tuple[int, int], int] = {}
         self._errors: dict[int, BaseException] = {}
         self.close = weakref.finalize(self, _stop, tuple(self.executors.values()), self._meeting)
+        Finalize(self, self.close, exitpriority=0)  # where multiprocessing ends it, not atexit
         # Everybody has the board open before rank 0's process may go.
         world.gather(None)
         self.board.seal()

@@ -28,6 +28,7 @@ _BEAT_S = 0.1
 # than a busy process may keep its threads from running, shorter than anybody's patience.
 _ANSWER_S = 2.0
 _NEWS_S = 1.0
+_SETTLE_S = 10.0  # after an abort, where nobody waits for the end but threads of our own
 _MEET_S = 30.0  # both sides are there when they meet
 _LOOKS = 8  # at the peer's clock, to begin with
 
@@ -73,8 +74,7 @@ class Link:
         `timeout`: seconds in which the peer takes a message, or no more are tried at the end.
         Raises ConnectionError where the other side goes.
         """
-        self.elsewhere = True  # the peers live on another host than this board's
-        self.leads = False  # they live on rank 0's host, whose clock is everybody's
+        self.leads = False  # the peer is of rank 0's host, whose clock is everybody's
         self._board, self._stream, self._timeout = board, stream, timeout
         self._rank, self._peers = rank, peers
         self._pid = os.getpid()
@@ -198,7 +198,7 @@ class Link:
                 return
             self._say(_ALIVE, 0.0)  # a peer that does not listen now does so later
         self._say(_FAILED, _ANSWER_S)
-        self._settled.wait(_ANSWER_S)
+        self._settled.wait(_SETTLE_S)
         self._end()
 
     def _listen(self) -> None:
@@ -229,11 +229,7 @@ class Link:
         if self._board.watch(_NEWS_S):
             return
         for rank in self._peers:
-            if self.elsewhere:
-                self._board.lose(rank)
-            else:
-                what = "the process of this rank died, or the connection to it broke"
-                self._board.abort(rank, cause="d", message=what)
+            self._board.lose(rank)
 
     # --- what is said -----------------------------------------------------------------------------
 

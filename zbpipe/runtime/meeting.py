@@ -85,8 +85,8 @@ class Meeting:
                 peer = pair[1 - side]
                 stream, ranks = self._streams[peer, 0], where.ranks[peer]
                 link = Link(self.board, stream, side, self.world.rank, ranks, timeout)
-                link.elsewhere = where.hosts[peer] != where.hosts[own]
-                link.leads = peer == 0 and own in where.leaders and link.elsewhere
+                apart = where.hosts[peer] != where.hosts[own]
+                link.leads = peer == 0 and own in where.leaders and apart
                 self.links[peer] = link
 
     def carry_off(self, pair: Pair, sender: Any) -> None:
@@ -127,9 +127,8 @@ def meet(world: World, on_cuda: bool) -> Meeting:
         )
         _same_kind(everyone)
         ids, addresses = [row[0] for row in everyone], [row[1] for row in everyone]
-        mine = {
-            i for i, at in enumerate(addresses) if ids[i] == hosts.host_id() and hosts.reachable(at)
-        }
+        alike = [i for i, given in enumerate(ids) if given == hosts.host_id()]
+        mine = {i for i in alike if world.rank in everyone[i][3] or hosts.reachable(addresses[i])}
         found = world.gather((mine, secrets.token_bytes(32)))
     finally:
         probe.close()
