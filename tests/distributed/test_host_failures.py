@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hosting import everyone, on_hosts, python_threads
 from torch import nn
 
@@ -152,8 +153,6 @@ class _FrozenRank:
         self.where = where
 
     def __call__(self, rank: int, size: int) -> None:
-        import torch.distributed as dist
-
         pids: list[Any] = [None] * size
         dist.all_gather_object(pids, os.getpid())
         try:
@@ -244,10 +243,11 @@ def test_a_long_step_that_moves_is_no_stall(tmp_path) -> None:
 
 def _sleeps_between(rank: int) -> None:
     """The ranks of one host are away for longer than the timeout, between steps."""
-    pipe = wrapped(layers(), 1.0)
+    pipe = wrapped(layers(), 1.5)
     for _ in range(2):
         pipe.step(X, target=Y)
-        time.sleep(1.5)
+        time.sleep(2.5)
+        dist.barrier()  # so that both come to the next step at once, on a busy machine too
     pipe.close()
 
 
