@@ -1,4 +1,4 @@
-"""How fast messages are over shm between two processes.
+"""How fast messages are between two processes: over shm, and over tcp as between hosts.
 
     python bench/transport.py [--json FILE] [--repeats 7]
 
@@ -6,7 +6,8 @@ latency      rank 0 → rank 1 in ping-pong, from the send's start to the end of
              from the end of the action that made the message to the start of the one that reads it
 throughput   messages back to back, first send to last receive; received in place, not copied again
 
-Every figure is a median over runs of one process pair, with the least and the most.
+Every figure is a median over runs of one process pair, with the least and the most. Those that
+begin with tcp_ go over the loopback of one machine: what the software costs, without a network.
 """
 
 from __future__ import annotations
@@ -54,8 +55,18 @@ def measure(rank: int, path: str, repeats: int) -> None:
     """In a spawned rank: run every case, gather both ranks' times, write them from rank 0."""
     world = join(None)
     out: dict[str, list[float]] = {}
+    for transport in ("", "tcp_"):
+        forced = {(0, 1), (1, 0)} if transport else set()
+        for name, values in _figures(world, repeats, forced).items():
+            out[transport + name] = values
+    if rank == 0:
+        Path(path).write_text(json.dumps(out))
+
+
+def _figures(world: World, repeats: int, forced: set[tuple[int, int]]) -> dict[str, list[float]]:
+    out: dict[str, list[float]] = {}
     for size, name in ((64 * KIB, "64kib"), (MIB, "1mib")):
-        for ours in _repeat(world, ping_pong(), size, repeats):
+        for ours in _repeat(world, ping_pong(), size, repeats, forced):
             ends, starts = _merge(world.gather(ours), "end"), _merge(world.gather(ours), "start")
             latency, hop = [], []
             for i in range(PINGS):
@@ -64,18 +75,19 @@ def measure(rank: int, path: str, repeats: int) -> None:
                 hop.append(starts[1, "compute", Action(1, "F", i)] - ends[0, "compute", action])
             out.setdefault(f"latency_{name}_us", []).append(statistics.median(latency) * 1e6)
             out.setdefault(f"hop_{name}_us", []).append(statistics.median(hop) * 1e6)
-    for ours in _repeat(world, burst(), 16 * MIB, repeats):
+    for ours in _repeat(world, burst(), 16 * MIB, repeats, forced):
         ends, starts = _merge(world.gather(ours), "end"), _merge(world.gather(ours), "start")
         first, last = Action(0, "F", 0), Action(0, "F", BURST - 1)
         seconds = ends[1, "recv:0", last] - starts[0, "send:1", first]
         out.setdefault("throughput_16mib_gbs", []).append(BURST * 16 * MIB / seconds / 1e9)
-    if rank == 0:
-        Path(path).write_text(json.dumps(out))
+    return out
 
 
-def _repeat(world: World, programs: Programs, nbytes: int, repeats: int) -> list[list[Any]]:
+def _repeat(
+    world: World, programs: Programs, nbytes: int, repeats: int, forced: set[tuple[int, int]]
+) -> list[list[Any]]:
     """This rank's spans of `repeats` runs, after one that touches all memory."""
-    crew = Crew(world, timeout=60.0)
+    crew = Crew(world, timeout=60.0, forced=forced)
     crew.connect(programs.slots)
     loaded = crew.load(virtual(programs, lambda _: 0.0, lambda _: nbytes))
     runs = []

@@ -71,6 +71,7 @@ int Board::fd() const {
 
 void Board::touch(int rank, State state) {
   entry(rank).since.store(now_ns(), std::memory_order_relaxed);
+  entry(rank).changes.fetch_add(1, std::memory_order_relaxed);
   entry(rank).state.store(state, std::memory_order_release);
 }
 
@@ -143,10 +144,18 @@ Failure Board::failure() const {
   return {head_->rank, head_->tag, head_->cause, head_->message};
 }
 
+bool Board::watch(int64_t ns) const {
+  int64_t end = now_ns() + ns;
+  for (int64_t left = ns; left > 0 && !aborted(); left = end - now_ns())
+    futex_wait(head_->word, head_->word.load(std::memory_order_acquire), left);
+  return aborted();
+}
+
 bool Board::gone(int rank) const {
   const Entry& e = entry(rank);
   uint32_t state = e.state.load(std::memory_order_acquire);
   if (state == kLeft) return true;
+  if (e.elsewhere) return e.lost != kThere;
   int pid = e.pid.load(std::memory_order_relaxed);
   if (state == kAbsent || pid == owner_) return false;
   Process process = look_up(pid);
@@ -155,20 +164,40 @@ bool Board::gone(int rank) const {
   return process.born != 0 && process.born != e.born.load(std::memory_order_relaxed);
 }
 
+std::string Board::farewell(int rank, uint32_t step) const {
+  if (entry(rank).state.load(std::memory_order_acquire) == kLeft)
+    return "this rank closed its pipeline before step " + std::to_string(step);
+  if (entry(rank).elsewhere && entry(rank).lost == kCut)
+    return "the process of this rank, on another host, died, or the connection to it broke";
+  return "the process of this rank died";
+}
+
+bool Board::unheard(int rank, int64_t timeout_ns) const {
+  return entry(rank).elsewhere &&
+         now_ns() - entry(rank).heard.load() > std::max(timeout_ns / 2, kFrozenNs);
+}
+
 Failure Board::stalled(int rank, int64_t timeout_ns) const {
   char begin[64];
   snprintf(begin, sizeof(begin), "no progress for %g s: ", static_cast<double>(timeout_ns) / 1e9);
-  int slow = -1, frozen = -1;
+  int slow = -1, frozen = -1, silent = -1;
   int64_t oldest = INT64_MAX, unseen = now_ns() - std::max(timeout_ns / 2, kFrozenNs);
   for (int r = 0; r < ranks_; ++r) {
     uint32_t state = entry(r).state.load(std::memory_order_acquire);
     int64_t since = entry(r).since.load(std::memory_order_relaxed);
     int64_t seen = entry(r).seen.load(std::memory_order_relaxed);
+    if (unheard(r, timeout_ns)) {
+      if (silent < 0 && state != kLeft && !reached(steps(r), steps(rank) + 1)) silent = r;
+      continue;
+    }
     if (state == kRunning && since < oldest) slow = r, oldest = since;
     if (state == kWaiting && seen < unseen) frozen = r, unseen = seen;
   }
   if (slow >= 0)
     return {slow, tag_of(slow), 's', begin + std::string("this action does not return")};
+  if (silent >= 0)
+    return {silent, Tag{}, 's',
+            begin + std::string("nothing is heard of this rank, which is on another host")};
   if (frozen >= 0)
     return {frozen, Tag{}, 's', begin + std::string("the process of this rank does not run")};
   for (int r = 0; r < ranks_; ++r) {
@@ -193,9 +222,7 @@ bool Board::supervise(int rank, int64_t timeout_ns) {
     // Asked again at the end: a rank may finish this step and go while it is looked at.
     if (r == rank || did_its_part() || !gone(r) || did_its_part()) continue;
     uint32_t state = entry(r).state.load(std::memory_order_acquire);
-    abort({r, state == kRunning ? tag_of(r) : Tag{}, 'd',
-           state == kLeft ? "this rank closed its pipeline before step " + std::to_string(mine)
-                          : "the process of this rank died"});
+    abort({r, state == kRunning ? tag_of(r) : Tag{}, 'd', farewell(r, mine)});
     return true;
   }
   if (now_ns() - latest > timeout_ns) abort(stalled(rank, timeout_ns));

@@ -1,5 +1,9 @@
 /// The board: one page a rank that every rank of the host sees. It carries the abort word with the
 /// first error, and what each rank is doing, so that a rank that dies or stalls can be named.
+///
+/// Each host has a board of its own, with all ranks of the pipeline on it. What ranks of other
+/// hosts do comes in reports over connections (runtime/link.py); times are always of the own host's
+/// clock.
 #pragma once
 
 #include <cstdint>
@@ -61,6 +65,24 @@ class Board {
   /// The failure; call only when aborted().
   Failure failure() const;
 
+  /// Sleeps until aborted, at most `ns`. Returns aborted().
+  bool watch(int64_t ns) const;
+
+  /// Says that `rank` lives on another host: it is known by reports alone.
+  void place_elsewhere(int rank);
+  /// What the ranks of this host do and the failure, if any, as bytes for another host's `adopt`;
+  /// the same number of bytes every time.
+  std::string report() const;
+  /// Takes over what a report says of ranks that live elsewhere, and its failure. Throws on what is
+  /// no report of a board of as many ranks.
+  void adopt(const std::string& report);
+  /// The connection to `rank` has ended, and not in order. A rank that lives elsewhere counts as
+  /// dead from now on.
+  void lose(int rank);
+  /// What to add to this host's clock for that of rank 0's host, ns.
+  void set_clock(int64_t ns) { head_->clock.store(ns, std::memory_order_relaxed); }
+  int64_t clock() const { return head_->clock.load(std::memory_order_relaxed); }
+
   /// Called now and then on behalf of `rank` while it is in a step: looks for dead ranks and, when
   /// no rank has moved for `timeout_ns`, for the one that stalls. Aborts the board with its name.
   /// Returns aborted().
@@ -68,12 +90,14 @@ class Board {
 
  private:
   enum State : uint32_t { kAbsent, kOutside, kWaiting, kRunning, kLeft };
+  enum Loss : uint32_t { kThere, kDead, kCut };
   struct Head {
     Word word;  // 0 healthy, 1 published, 2 + rank while that rank's failure is being written
     int32_t rank;
     Tag tag;
     char cause;
     char message[3072];
+    std::atomic<int64_t> clock;
   };
   struct Entry {
     Word state;
@@ -85,13 +109,22 @@ class Board {
     std::atomic<int32_t> pid;
     std::atomic<uint64_t> born;  // with the pid, names a process for ever
     Word bell;
+    Word changes;                 // counts the states
+    std::atomic<bool> elsewhere;  // on another host
+    std::atomic<Loss> lost;       // only of ranks elsewhere
+    std::atomic<int64_t> heard;   // only of ranks elsewhere: when something last was
   };
+  struct Row;
+  struct Report;
 
   Board(std::shared_ptr<File> file, int ranks);
   Entry& entry(int rank) const { return entries_[rank]; }
   Tag tag_of(int rank) const;
   void touch(int rank, State state);
   bool gone(int rank) const;
+  /// Why a rank that is gone is.
+  std::string farewell(int rank, uint32_t step) const;
+  bool unheard(int rank, int64_t timeout_ns) const;
   Failure stalled(int rank, int64_t timeout_ns) const;
 
   std::shared_ptr<File> file_;

@@ -14,6 +14,7 @@
 #include "cuda/cuda_device.hpp"
 #include "cuda/python.hpp"
 #include "executor.hpp"
+#include "transport/python.hpp"
 
 namespace py = pybind11;
 using zb::Board, zb::Executor, zb::Failure, zb::File, zb::Instruction, zb::Program, zb::Receiver,
@@ -237,6 +238,7 @@ void bind_channels(py::module_& m) {
   py::class_<Sender, std::shared_ptr<Sender>>(m, "Sender")
       .def(py::init<int>(), py::arg("slots"))
       .def_property_readonly("fd", &Sender::fd)
+      .def("announce", &Sender::announce, py::arg("slot"), py::arg("header"), py::arg("payload"))
       .def_property_readonly("slots", &Sender::slots);
   py::class_<Receiver, std::shared_ptr<Receiver>>(m, "Receiver")
       .def(py::init([](int pid, int fd, int slots, bool poison) {
@@ -257,6 +259,17 @@ void bind_board(py::module_& m) {
       .def_property_readonly("fd", &Board::fd)
       .def("seal", &Board::seal)
       .def("steps", &Board::steps)
+      .def("place_elsewhere", &Board::place_elsewhere, py::arg("rank"))
+      .def("report", [](const Board& board) { return py::bytes(board.report()); })
+      .def("adopt", [](Board& board, const py::bytes& report) { board.adopt(report); })
+      .def("lose", &Board::lose, py::arg("rank"))
+      .def_property("clock", &Board::clock, &Board::set_clock)
+      .def(
+          "watch",
+          [](const Board& board, double seconds) {
+            return board.watch(static_cast<int64_t>(seconds * 1e9));
+          },
+          py::arg("seconds"), py::call_guard<py::gil_scoped_release>())
       .def(
           "abort",
           [](Board& board, int rank, int stage, const std::string& kind, int microbatch,
@@ -276,6 +289,7 @@ PYBIND11_MODULE(_native, m) {
   zb::schedule::bind(m);
   zb::cuda::bind(m);
   bind_channels(m);
+  zb::bind_relay(m);
   py::class_<Program, std::shared_ptr<Program>>(m, "Program")
       .def(py::init(&make_program), py::arg("lanes"), py::arg("instructions"));
   py::class_<PyExecutor>(m, "Executor")

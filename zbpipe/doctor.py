@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes.util
 import importlib.metadata
 import importlib.util
+import ipaddress
 import os
 import platform
 import re
@@ -237,4 +238,28 @@ def _transports(probe: dict[str, Any] | None) -> list[Finding]:
         if ready
         else Finding("transport ipc", False, "needs CUDA devices", "see the CUDA lines above")
     )
-    return [Finding("transport local", True, "between ranks of one process"), shm, ipc]
+    return [Finding("transport local", True, "between ranks of one process"), shm, ipc, _tcp()]
+
+
+def _tcp() -> Finding:
+    """Where another host would look for this one, and how ranks tell hosts apart."""
+    from .runtime import hosts, wire
+
+    others = [address for address in wire.local_addresses() if not _loopback(address)]
+    name = "transport tcp"
+    if not others:
+        return Finding(
+            name,
+            False,
+            "this host has no address but the loopback's, as far as its name says",
+            "between hosts only: set GLOO_SOCKET_IFNAME to the network interface to use",
+        )
+    given = os.environ.get("ZBPIPE_HOST", "")
+    which = f"ZBPIPE_HOST={given}" if given else f"found out ({hosts.host_id().split(':')[0]})"
+    return Finding(
+        name, True, f"between hosts, on the CPU, at {', '.join(others)}; this host's name: {which}"
+    )
+
+
+def _loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.split("%")[0]).is_loopback

@@ -41,20 +41,23 @@ void Sender::ensure(Extent& extent, size_t bytes) {
   end_ += capacity;
 }
 
-bool Sender::send(int slot, const Message& message, const Wait& wait) {
+char* Sender::room(int slot, size_t header, size_t carried) {
   Extent& extent = extents_.at(slot);
-  SlotState& state = states_[slot];
-  if (!wait(state.free, extent.sent)) return false;
-  size_t start = round_up(message.header.size(), kPayloadAlign);
-  ensure(extent, start + message.payload);
-  char* base = extent.map->data();
+  ensure(extent, std::max<size_t>(round_up(header, kPayloadAlign) + carried, 1));
+  return extent.map->data();
+}
+
+bool Sender::send(int slot, const Message& message, const Wait& wait) {
+  if (!wait(states_[slot].free, extents_.at(slot).sent)) return false;
+  char* base = room(slot, message.header.size(), message.payload);
+  char* start = base + round_up(message.header.size(), kPayloadAlign);
   memcpy(base, message.header.data(), message.header.size());
-  for (const Piece& p : message.pieces) memcpy(base + start + p.offset, p.data, p.bytes);
+  for (const Piece& p : message.pieces) memcpy(start + p.offset, p.data, p.bytes);
   if (message.pieces.empty() && message.payload > 0) {
     scratch_.resize(std::max(scratch_.size(), message.payload));
-    memcpy(base + start, scratch_.data(), message.payload);
+    memcpy(start, scratch_.data(), message.payload);
   }
-  publish(slot, message.header.size(), message.payload);
+  commit(slot, message.header.size(), message.payload, message.payload);
   return true;
 }
 
@@ -64,20 +67,20 @@ bool Sender::vacant(int slot) const {
 
 void Sender::announce(int slot, const std::string& header, size_t payload) {
   ZB_CHECK(vacant(slot), "a header goes into a slot that is in use");
-  Extent& extent = extents_.at(slot);
-  ensure(extent, std::max<size_t>(header.size(), 1));
-  memcpy(extent.map->data(), header.data(), header.size());
-  publish(slot, header.size(), payload);
+  memcpy(room(slot, header.size(), 0), header.data(), header.size());
+  commit(slot, header.size(), payload, 0);
 }
 
-void Sender::publish(int slot, size_t header, size_t payload) {
+void Sender::commit(int slot, size_t header, size_t payload, size_t carried) {
   Extent& extent = extents_[slot];
   SlotState& state = states_[slot];
   state.header = static_cast<uint32_t>(header);
   state.offset = extent.offset;
   state.capacity = extent.map->size();
   state.payload = payload;
+  state.carried = carried;
   store_and_wake(state.ready, ++extent.sent);
+  if (watcher_) watcher_(slot);
 }
 
 Receiver::Receiver(std::shared_ptr<File> file, int slots, bool poison)

@@ -4,7 +4,8 @@
 /// `free` (messages the receiver has let go of). A message is copied once, into the slot; the
 /// receiver reads it in place. A slot that is too small gets a larger extent from the sender, so
 /// shapes may change from step to step. The transports `local` (one process) and `shm` (two) differ
-/// only in who opens the file.
+/// only in who opens the file. Between hosts there is a channel at either end, and what is
+/// published in one is carried to the other (transport/relay.hpp).
 #pragma once
 
 #include <cstdint>
@@ -43,6 +44,7 @@ struct alignas(64) SlotState {
   uint64_t offset;    // of the extent in the file
   uint64_t capacity;  // of the extent
   uint64_t payload;   // bytes
+  uint64_t carried;   // bytes of the payload that lie in the slot: all, or none (`announce`)
   alignas(64) Word free;
 };
 constexpr size_t kPayloadAlign = 64;
@@ -62,6 +64,20 @@ class Sender {
   /// Publishes a header alone, into a vacant slot; the `payload` bytes go another way.
   void announce(int slot, const std::string& header, size_t payload);
 
+  /// What an Outlet and an Inlet are told and tell: who takes messages from here, or brings them.
+  /// @{
+  using Watcher = std::function<void(int slot)>;
+  /// Calls `watcher` after each message is published, in their order.
+  void watch(Watcher watcher) { watcher_ = std::move(watcher); }
+  const detail::SlotState& state(int slot) const { return states_[slot]; }
+  const char* data(int slot) const { return extents_.at(slot).map->data(); }
+  /// Lets go of the slot's message in the receiver's stead.
+  void free(int slot) { store_and_wake(states_[slot].free, extents_.at(slot).sent); }
+  /// Room for a message in a slot that is vacant, to be filled before `commit`.
+  char* room(int slot, size_t header, size_t carried);
+  void commit(int slot, size_t header, size_t payload, size_t carried);
+  /// @}
+
  private:
   struct Extent {
     size_t offset = 0;
@@ -69,13 +85,13 @@ class Sender {
     uint32_t sent = 0;
   };
   void ensure(Extent& extent, size_t bytes);
-  void publish(int slot, size_t header, size_t payload);
 
   std::shared_ptr<File> file_;
   std::unique_ptr<Mapping> control_;
   detail::SlotState* states_;
   std::vector<Extent> extents_;
   size_t end_;
+  Watcher watcher_;
   std::vector<char> scratch_;
 };
 

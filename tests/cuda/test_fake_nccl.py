@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import replace
 
@@ -78,6 +79,35 @@ def separate(world: World, device: Fake, name: str, microbatches: int, largest: 
 def test_separate_ranks_of_every_family_run_without_a_race(fake, name):
     for outcome in forked(separate, 2, fake(QUEUES, jitter=60), name, 4, 70_000):
         assert outcome.get() == []
+
+
+def on_two_hosts(world: World, device: Fake, name: str) -> list[str]:
+    """Ranks 0 and 1 on one host, 2 and 3 on another: headers go over a socket between them."""
+    os.environ["ZBPIPE_HOST"] = f"host {world.rank // 2}"
+    programs = programs_of(name, world.size, 6)
+    crew, loaded = cuda_crew(world, programs)
+    assert set(crew.transports().values()) == ({"ipc", "nccl"} if world.rank in (1, 2) else {"ipc"})
+    run_relays(device, crew, loaded, range(4), largest=200_000)
+    crew.close()
+    world.gather(None)
+    return device.reports() + ([] if given_back(device) else ["a communicator is left"])
+
+
+@pytest.mark.parametrize("name", ["zb_h1", "1f1b", "forward_only"])
+def test_ranks_on_two_hosts(fake, name):
+    for outcome in forked(on_two_hosts, 4, fake(QUEUES, jitter=60), name):
+        assert outcome.get() == []
+
+
+def tcp(world: World) -> None:
+    with pytest.raises(ConfigError, match="= 'tcp': the ranks are on CUDA devices, want 'nccl'"):
+        cuda_crew(world, programs_of("1f1b", 2, 2), transport="tcp")
+
+
+def test_tcp_is_for_the_cpu(fake):
+    fake(QUEUES)
+    for outcome in forked(tcp, 2):
+        outcome.get()
 
 
 def test_more_separate_ranks_and_larger_messages(fake):

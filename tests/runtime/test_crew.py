@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from crews import PipeWorld, Relay, crew_of, forked, local
 from zbpipe.errors import ConfigError, StageError, ZbpipeError
 from zbpipe.program import compile
-from zbpipe.runtime import executor
 from zbpipe.runtime.control import cause_of, describe, error_of
 from zbpipe.runtime.executor import Crew
 from zbpipe.runtime.world import World
@@ -38,14 +39,19 @@ def test_separate_ranks_are_connected_by_shared_memory():
 
 
 def elsewhere(world):
-    executor.host_id = lambda: f"host{world.rank // 2}"
-    crew_of(world, PROGRAMS)
+    os.environ["ZBPIPE_HOST"] = f"host{world.rank // 2}"
+    crew = crew_of(world, PROGRAMS)
+    crew.close()
+    return crew.transports()
 
 
-def test_a_rank_on_another_host_is_refused_by_all():
-    for outcome in forked(elsewhere, 3):
-        assert type(outcome.error) is ConfigError
-        assert "rank 2 is on another host than rank 0" in str(outcome.error)
+def test_ranks_on_other_hosts_are_connected_by_tcp():
+    found = [outcome.get() for outcome in forked(elsewhere, 3)]
+    assert found == [
+        {(0, 1): "shm", (1, 0): "shm"},
+        {(0, 1): "shm", (1, 0): "shm", (1, 2): "tcp", (2, 1): "tcp"},
+        {(1, 2): "tcp", (2, 1): "tcp"},
+    ]
 
 
 def test_a_world_of_one_needs_no_channels():

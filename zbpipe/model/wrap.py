@@ -13,6 +13,7 @@ import torch
 
 from ..errors import ConfigError
 from ..runtime import planner
+from ..runtime.hosts import forced_pairs
 from ..runtime.pipeline import Pipeline, Settings
 from ..runtime.world import World, join
 from .cut import Taken, measured_partition, placed, take
@@ -37,6 +38,7 @@ def wrap(
     seed: int = 0,
     mesh: Any = None,
     local_ranks: int | None = None,
+    transport: Any = None,
 ) -> Pipeline:
     """Split `model` over the ranks of the job, one after the other in depth.
 
@@ -73,6 +75,11 @@ def wrap(
         seed: of dropout and other random numbers, which depend on (seed, step, stage, microbatch).
         mesh: not supported yet.
         local_ranks: ranks that this process drives.
+        transport: how messages go from rank to rank. None: the fastest that works for each pair,
+            in shared memory ("local" in a process, "shm" or on CUDA "ipc" on a host), else "tcp",
+            or on CUDA "nccl". One of the latter for all pairs, or {(from, to): "tcp"} for some.
+            Which host a rank is on is found out; ZBPIPE_HOST, set to different names, keeps
+            processes apart that could share memory.
 
     Raises:
         ConfigError, ScheduleError: an argument that cannot be right, or a model that differs
@@ -92,6 +99,7 @@ def wrap(
             shared,
             timeout,
             seed,
+            transport,
         )
         return settings, take(model, partition, settings)
 
@@ -135,6 +143,7 @@ def _settings(
     shared: Collection[str],
     timeout: Any,
     seed: Any,
+    transport: Any,
 ) -> Settings:
     if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
         raise ConfigError(f"microbatches = {microbatches!r}: want a number, at least 1")
@@ -160,6 +169,7 @@ def _settings(
         shared=frozenset(shared),
         timeout=float(timeout),
         seed=seed,
+        forced=forced_pairs(transport, world.size, world.local),
     )
 
 
@@ -188,11 +198,13 @@ def _digest(settings: Settings, taken: Taken) -> tuple[str, str]:
     sizes, around = taken.sizes, taken.decoder
     layers = taken.layers if around is None else [*around.before, *taken.layers, *around.after]
     schedules = [schedule.digest() for schedule in settings.schedules]
-    parts = (schedules, settings.memory, settings.seed, describe(layers), list(sizes))
+    forced = sorted(settings.forced.items())
+    parts = (schedules, settings.memory, settings.seed, describe(layers), list(sizes), forced)
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
     count = sum(p.numel() for _, module in layers for p in module.parameters())
     names = [schedule.name for schedule in settings.schedules]
     return digest, (
         f"{len(layers)} layers, {count} parameters, microbatches={settings.microbatches}, "
         f"schedule {'/'.join(names)}, partition {list(sizes)}, seed {settings.seed}"
+        + (f", transport {dict(forced)}" if forced else "")
     )

@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from multiprocessing.util import Finalize
 from typing import Any
 
 from .. import _native
@@ -14,7 +15,9 @@ from ..program import Op, Program, Programs
 from ..timeline import Span, Timeline
 from . import control
 from .device_links import DeviceLinks, check_queues
-from .world import World, host_id
+from .hosts import Pair
+from .meeting import Meeting, meet
+from .world import World
 
 # After an abort, how long step() waits for callbacks that are under way before it raises. They keep
 # running: what they touch is poisoned with the pipe.
@@ -36,85 +39,78 @@ class Crew:
         timeout: float,
         poison: bool = False,
         devices: Mapping[int, int] | None = None,
-        forced: Mapping[tuple[int, int], str] | None = None,
+        forced: Mapping[Pair, str] | None = None,
     ) -> None:
         """Collective. `devices`: the CUDA device of each rank of this process; None for the CPU.
 
         With it `cuda[rank]` is the native device: `cuda[rank].after(stream)` makes the next run
         begin after what is in a stream now, `executors[rank].stream(lane)` is a lane's stream.
+        `forced`: "tcp" or "nccl" for (from, to) pairs of ranks, although they share a host.
         """
         self.world = world
         self._poison = poison
         self._forced = dict(forced or {})
         self._pid = os.getpid()
-        board = _native.Board.create(world.size) if world.rank == 0 else None
-        on_cuda = devices is not None
         if devices is not None and {*devices} != {*world.local}:
             raise ConfigError(
                 f"devices = {dict(devices)}: want a CUDA device for each of the ranks {world.local}"
             )
-        mine = (host_id(), os.getpid(), -1 if board is None else board.fd, on_cuda)
-        everyone = world.gather(mine)
-        for rank, (host, _, _, cuda) in enumerate(everyone):
-            if cuda != everyone[0][3]:
-                names = {True: "CUDA", False: "the CPU"}
-                raise ConfigError(
-                    f"rank {rank} is on {names[cuda]}, rank 0 is not: want all ranks on one of them"
-                )
-            if host != everyone[0][0]:
-                raise ConfigError(
-                    f"rank {rank} is on another host than rank 0: the transports there are "
-                    "(local, shm) reach ranks of one host only"
-                )
-        if board is None:
-            board = _native.Board.open(everyone[0][1], everyone[0][2], world.size)
-        self.board = board
+        self._meeting = meet(world, devices is not None)
+        self.board = self._meeting.board
         self.cuda = {
-            rank: _native.cuda.Device(board, rank, device)
+            rank: _native.cuda.Device(self.board, rank, device)
             for rank, device in (devices or {}).items()
         }
-        self._links = DeviceLinks(board, self.cuda, devices or {}, poison)
+        self._links = DeviceLinks(self.board, self.cuda, devices or {}, poison)
         self._timeout = timeout
         self.executors = {
             rank: _native.Executor(self.board, rank, timeout, self.cuda.get(rank))
             for rank in world.local
         }
-        self._slots: dict[tuple[int, int], int] = {}
+        self._slots: dict[Pair, int] = {}
         self._errors: dict[int, BaseException] = {}
-        self.close = weakref.finalize(self, _stop, tuple(self.executors.values()))
+        self.close = weakref.finalize(self, _stop, tuple(self.executors.values()), self._meeting)
+        Finalize(self, self.close, exitpriority=0)  # where multiprocessing ends it, not atexit
         # Everybody has the board open before rank 0's process may go.
         world.gather(None)
-        board.seal()
+        self.board.seal()
 
-    def connect(self, slots: Mapping[tuple[int, int], int]) -> None:
+    def connect(self, slots: Mapping[Pair, int]) -> None:
         """Open a channel for each (from, to) pair of ranks. Collective; once a crew.
 
         Channels are numbered as in Program: a rank's outgoing ones by destination, its incoming
-        ones by source.
+        ones by source. Raises ConfigError on every rank where two ranks cannot be connected.
         """
         self._slots = dict(slots)
-        made: dict[tuple[int, int], tuple[int, int, Any]] = {}
-        for (source, target), count in sorted(slots.items()):
-            if source in self.executors:
+        where = {pair: self._transport(pair) for pair in slots}
+        self._check_transports(where)
+        # Headers, and on the CPU all of a message, go over a link where no memory is shared.
+        processes = self._meeting.processes
+        apart = sorted(pair for pair in slots if processes.apart(pair, where[pair]))
+        self._meeting.connect(apart, self._timeout)
+        made: dict[Pair, tuple[int, int, Any]] = {}
+        for pair, count in sorted(slots.items()):
+            if pair[0] in self.executors:
                 sender, offered = _native.Sender(count), None
-                self.executors[source].add_sender(sender)
-                if source in self.cuda:
-                    offered = self._links.offer(
-                        (source, target), count, self._transport((source, target))
-                    )
-                made[source, target] = (os.getpid(), sender.fd, offered)
+                self.executors[pair[0]].add_sender(sender)
+                if pair[0] in self.cuda:
+                    offered = self._links.offer(pair, count, where[pair])
+                if pair in apart:
+                    self._meeting.carry_off(pair, sender)
+                made[pair] = (os.getpid(), sender.fd, offered)
         everywhere = {pair: at for part in self.world.gather(made) for pair, at in part.items()}
-        for (source, target), count in sorted(slots.items(), key=lambda item: item[0][::-1]):
-            if target in self.executors:
-                pid, fd, offered = everywhere[source, target]
-                on_host = self._poison and target not in self.cuda
-                receiver = _native.Receiver(pid, fd, count, on_host)
-                self.executors[target].add_receiver(receiver)
-                if target in self.cuda:
-                    pair = (source, target)
-                    self._links.accept(pair, count, self._transport(pair), pid, offered)
+        for pair, count in sorted(slots.items(), key=lambda item: item[0][::-1]):
+            if pair[1] in self.executors:
+                pid, fd, offered = everywhere[pair]
+                if pair in apart:
+                    pid, fd = os.getpid(), self._meeting.bring(pair, count).fd
+                on_host = self._poison and pair[1] not in self.cuda
+                self.executors[pair[1]].add_receiver(_native.Receiver(pid, fd, count, on_host))
+                if pair[1] in self.cuda:
+                    self._links.accept(pair, count, where[pair], pid, offered)
+        self._meeting.start()
+        # Nobody may leave before its channels have been opened.
         self.world.agree(self._connect_devices, "connecting the devices")
-        self.world.gather(None)  # nobody may leave before its channels have been opened
 
     def _connect_devices(self) -> None:
         try:
@@ -123,14 +119,19 @@ class Crew:
             self.fail(self.world.rank, error)  # the others look for this while they wait
             raise
 
-    def _transport(self, pair: tuple[int, int]) -> str:
-        if pair in self._forced:
-            return self._forced[pair]
-        if pair[0] in self.executors and pair[1] in self.executors:
-            return "local"
-        return "ipc" if self.cuda else "shm"
+    def _check_transports(self, where: Mapping[Pair, str]) -> None:
+        want = "nccl" if self.cuda else "tcp"
+        for (a, b), name in where.items():
+            if name in ("tcp", "nccl") and name != want:
+                kind = "on CUDA devices" if self.cuda else "on the CPU"
+                raise ConfigError(
+                    f"transport of rank {a} → {b} = {name!r}: the ranks are {kind}, want {want!r}"
+                )
 
-    def transports(self) -> dict[tuple[int, int], str]:
+    def _transport(self, pair: Pair) -> str:
+        return self._meeting.processes.transport(pair, self._forced, bool(self.cuda))
+
+    def transports(self) -> dict[Pair, str]:
         """The transport of each channel that starts or ends here."""
         own = self.executors
         return {
@@ -198,18 +199,25 @@ class Crew:
         if failure is not None:
             raise control.error_of(failure) from self._errors.get(failure[0])
 
+    @property
+    def clock(self) -> float:
+        """Seconds to add to this host's monotonic clock for that of rank 0's host."""
+        return float(self.board.clock) / 1e9
+
     def timeline(self, loaded: Loaded, kind: str = "measured") -> Timeline:
-        """What this process's ranks did in the last run, seconds of the host's monotonic clock.
+        """What this process's ranks did in the last run, seconds of rank 0's host's clock.
 
         Messages are received in place: a receive is the moment of the arrival, not the wait for it.
         """
         spans = []
+        clock = self.clock
         for rank, program in loaded.programs.items():
             times = self.executors[rank].times()
             for instruction, (start, end) in zip(program.instructions, times, strict=True):
                 lane = program.lanes[instruction.lane]
                 start = end if instruction.op == Op.RECEIVE else start
-                spans.append(Span(rank, lane, instruction.action, start / 1e9, end / 1e9))
+                at = (start / 1e9 + clock, end / 1e9 + clock)
+                spans.append(Span(rank, lane, instruction.action, *at))
         return Timeline(tuple(spans), self.world.size, kind=kind)
 
 
@@ -240,6 +248,7 @@ def _native_program(program: Program) -> Any:
     return _native.Program(len(program.lanes), rows)
 
 
-def _stop(executors: tuple[Any, ...]) -> None:
+def _stop(executors: tuple[Any, ...], meeting: Meeting) -> None:
     for executor in executors:
         executor.stop()
+    meeting.close()  # last: what was sent is still carried off

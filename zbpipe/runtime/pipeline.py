@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ class Settings:
     shared: frozenset[str]
     timeout: float
     seed: int
+    forced: Mapping[tuple[int, int], str] = field(default_factory=dict)  # transports
     poison: bool = False
 
 
@@ -255,7 +256,7 @@ class Pipeline(StagedModule):
     def _new_crew(self) -> Crew:
         world, settings = self._world, self._settings
         found = devices.agreed(world, lambda: {rank: self._device(rank) for rank in world.local})
-        return Crew(world, settings.timeout, settings.poison, found)
+        return Crew(world, settings.timeout, settings.poison, found, settings.forced)
 
     def _choose(self, costs: Costs | None) -> Plan | None:
         if self._world.rank != 0:
@@ -315,11 +316,16 @@ class Pipeline(StagedModule):
         return Timeline.merge(self._world.gather(self.local_timeline())).zeroed()
 
     def local_timeline(self) -> Timeline:
-        """This process's part of `timeline`, in seconds of the host's clock; no collective."""
+        """This process's part of `timeline`, in seconds of rank 0's host's clock; no collective."""
         if self._crew is None or self._last is None:
             raise ZbpipeError("timeline() before the first step: nothing has run yet")
         part = self._crew.timeline(self._last)
-        curves = {r: tuple(x.meter.curve) for r, x in self._ranks.items() if x.meter is not None}
+        clock = self._crew.clock
+        curves = {
+            rank: tuple((time + clock, held) for time, held in runner.meter.curve)
+            for rank, runner in self._ranks.items()
+            if runner.meter is not None
+        }
         memory = tuple(curves.get(rank, ()) for rank in range(self._world.size))
         return Timeline(part.spans, part.ranks, memory, part.kind)
 

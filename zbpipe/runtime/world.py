@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -109,12 +107,6 @@ def dist_size() -> int:
     if dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def host_id() -> str:
-    """Equal in two processes exactly where they can share memory (same machine, same boot)."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()}:{boot.read_text().strip() if boot.exists() else ''}"
 
 
 def _child(index: int, fn: Callable[..., None], port: int, ranks: int, args: Sequence[Any]) -> None:

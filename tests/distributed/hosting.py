@@ -1,0 +1,62 @@
+"""Ranks of a job that are made to live on several hosts, and what they may leave behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from crews import Outcome, forked
+
+
+def _joined(world: Any, fn: Callable[..., Any], path: str, hosts: str, args: Any) -> Any:
+    os.environ["ZBPIPE_HOST"] = hosts[world.rank]
+    dist.init_process_group(
+        "gloo", init_method=f"file://{path}", rank=world.rank, world_size=world.size
+    )
+    try:
+        return fn(world.rank, *args)
+    finally:
+        dist.destroy_process_group()
+
+
+def on_hosts(folder: Any, fn: Callable[..., Any], hosts: str, *args: Any) -> list[Outcome]:
+    """`fn(rank, *args)` in one process a letter of `hosts`; equal letters share a host."""
+    return forked(_joined, len(hosts), fn, str(folder / "store"), hosts, args)
+
+
+def everyone(outcomes: list[Outcome]) -> list[Any]:
+    """The values of all ranks, or all their errors: the others' are only consequences."""
+    failed = [f"rank {o.rank}: {o.error!r}\n{o.trace}" for o in outcomes if o.error is not None]
+    assert not failed, "\n".join(failed)
+    return [outcome.get() for outcome in outcomes]
+
+
+def native_threads() -> list[str]:
+    """Names of all threads of this process, as the system has them."""
+    names = []
+    for task in os.listdir("/proc/self/task"):
+        try:
+            with open(f"/proc/self/task/{task}/comm") as comm:
+                names.append(comm.read().strip())
+        except OSError:  # the thread ended while we looked
+            continue
+    return sorted(names)
+
+
+def python_threads() -> list[str]:
+    return sorted(t.name for t in threading.enumerate() if t.name.startswith("zbpipe"))
+
+
+def sockets() -> int:
+    """Sockets that this process has open."""
+    count = 0
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            count += os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
+        except OSError:  # the listing's own descriptor
+            continue
+    return count

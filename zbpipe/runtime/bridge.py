@@ -1,0 +1,109 @@
+"""Messages between ranks that share no memory: the `tcp` transport.
+
+    executor ─▶ channel ─▶ Outlet ┄ Outgoing ═══ a stream ═══▶ Incoming ┄ Inlet ─▶ channel ─▶ executor
+
+The executors see ordinary channels. A message is copied into its slot as on one host; from there
+the system takes it, and at the other end puts it into the slot where it is read. Both threads sleep
+without the GIL: for a message, for a place, or on the socket.
+"""  # noqa: E501 - a picture
+
+from __future__ import annotations
+
+import struct
+import threading
+from typing import Any
+
+from .wire import Stream
+
+# slot, header, payload, carried (bytes); a slot of -1: there is no more.
+_HEAD = struct.Struct("<iQQQ")
+_GOT_ALL = b"."
+# Both ends wake by themselves when there is something to do.
+_LOOK_S = 5.0
+
+
+class Outgoing:
+    """Carries off what one rank publishes for another; `carried` counts the messages.
+
+    `over` is set when no more will be carried, `arrived` when the other side has got all.
+    """
+
+    def __init__(self, board: Any, stream: Stream, outlet: Any) -> None:
+        self.over, self.arrived = threading.Event(), False
+        self.carried = 0
+        self.stream = stream
+        self._board, self._outlet = board, outlet
+        self._stopped = False
+
+    def run(self) -> None:
+        try:
+            self._run()
+        finally:
+            self.over.set()
+
+    def _run(self) -> None:
+        while not self._outlet.finished:
+            parcel = self._outlet.take(_LOOK_S)
+            if self._stopped or self._board.watch(0):
+                return
+            if parcel is None:
+                continue
+            row = (parcel.slot, parcel.header, parcel.payload, parcel.carried)
+            self.stream.send(_HEAD.pack(*row), parcel.memory)
+            self._outlet.done(parcel.slot)
+            self.carried += 1
+        self.stream.send(_HEAD.pack(-1, 0, 0, 0))
+        self.stream.receive(bytearray(_GOT_ALL))
+        self.arrived = True
+
+    def finish(self) -> None:
+        """No more will be published: end when all has been carried off."""
+        self._outlet.finish()
+
+    def stop(self) -> None:
+        """End now; what waits on the stream is woken by its end."""
+        self._stopped = True
+        self._outlet.finish()
+
+
+class Incoming:
+    """Brings one rank what another has published; `over` is set when nothing more will come."""
+
+    def __init__(self, board: Any, stream: Stream, inlet: Any) -> None:
+        self.over = threading.Event()
+        self.stream = stream
+        self._board, self._inlet = board, inlet
+        self._stopped = False
+
+    def run(self) -> None:
+        try:
+            self._run()
+        finally:
+            self.over.set()
+
+    def _run(self) -> None:
+        head = bytearray(_HEAD.size)
+        while not self._stopped:
+            self.stream.receive(head)
+            slot, *sizes = _HEAD.unpack(head)
+            if slot < 0:
+                self.stream.send(_GOT_ALL)
+                return
+            parcel = self._room(slot, sizes)
+            if parcel is None:
+                return
+            self.stream.receive(parcel.memory)
+            self._inlet.commit(parcel)
+
+    def _room(self, slot: int, sizes: list[int]) -> Any:
+        """The message's place, once the rank has let go of the one before; None when stopped."""
+        while not self._stopped and not self._board.watch(0):
+            parcel = self._inlet.room(slot, *sizes, _LOOK_S)
+            if parcel is not None:
+                return parcel
+        return None
+
+    def stop(self) -> None:
+        """End now; what waits on the stream is woken by its end."""
+        self._stopped = True
+        self._inlet.finish()

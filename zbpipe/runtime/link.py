@@ -1,0 +1,251 @@
+"""What two processes that share no board tell each other: what their ranks do, failures, the end.
+
+Each side speaks every tenth of a second, and at once when its board is aborted. What it says is its
+board's report, so that the boards of all hosts show the same and each host can name who died,
+stalled or failed. An end is one of three:
+
+    in order   messages have arrived to the last ─▶ LEAVING ─▶ the peer answers HEARD ─▶ severed
+    abort      FAILED, both ways, so that no consequence is named first ─▶ severed
+    broken     the peer's ranks are lost, unless a failure that explains it comes within a moment
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from . import control
+from .bridge import Incoming, Outgoing
+from .wire import Stream
+
+_BEAT_S = 0.1
+# How long an end may wait for a peer's answer, and a broken connection for a failure's news: longer
+# than a busy process may keep its threads from running, shorter than anybody's patience.
+_ANSWER_S = 2.0
+_NEWS_S = 1.0
+_SETTLE_S = 10.0  # after an abort, where nobody waits for the end but threads of our own
+_MEET_S = 30.0  # both sides are there when they meet
+_LOOKS = 8  # at the peer's clock, to begin with
+
+_ALIVE, _FAILED, _LEAVING, _HEARD = range(4)
+_HEAD = struct.Struct("<iqqq")  # what; when, when the last was sent and received, ns
+
+
+class Clock:
+    """The difference of two hosts' clocks, from the round trips of what they say anyway.
+
+    As NTP (RFC 5905, section 8): the offset of the sample with the least delay of the last few.
+    """
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[int, int]] = deque(maxlen=64)  # some seconds of beats
+        self._last = (0, 0)
+
+    def stamp(self) -> tuple[int, int, int]:
+        """To be sent: now, and when the peer's last stamp was made and received, ns."""
+        return (time.monotonic_ns(), *self._last)
+
+    def hear(self, made: int, ours: int, received: int, now: int) -> None:
+        """A stamp of the peer's, and when it came."""
+        self._last = (made, now)
+        if ours:
+            delay = (now - ours) - (made - received)
+            self._samples.append((delay, ((received - ours) + (made - now)) // 2))
+
+    @property
+    def offset(self) -> int:
+        """What to add to the own clock for the peer's, ns; 0 before the first round trip."""
+        return min(self._samples)[1] if self._samples else 0
+
+
+class Link:
+    """A connection of this process and another, with the channels that go over it."""
+
+    def __init__(
+        self, board: Any, stream: Stream, side: int, rank: int, peers: Sequence[int], timeout: float
+    ) -> None:
+        """Both sides at once. `rank`: names this process; `peers`: the other process's ranks.
+
+        `timeout`: seconds in which the peer takes a message, or no more are tried at the end.
+        Raises ConnectionError where the other side goes.
+        """
+        self.leads = False  # the peer is of rank 0's host, whose clock is everybody's
+        self._board, self._stream, self._timeout = board, stream, timeout
+        self._rank, self._peers = rank, peers
+        self._pid = os.getpid()
+        self._clock = Clock()
+        self._message = bytearray(_HEAD.size + len(board.report()))
+        self._voice = threading.Lock()
+        self._leaving, self._peer_left = threading.Event(), threading.Event()
+        self._answered, self._settled = threading.Event(), threading.Event()
+        self._over, self._closed = threading.Event(), False
+        self.outgoing: list[Outgoing] = []
+        self.incoming: list[Incoming] = []
+        self._threads: list[threading.Thread] = []
+        self._heard = time.monotonic()
+        # Half of what is free is never less than what is said at once (`Stream.writable`).
+        stream.roomy(16 * len(self._message))
+        stream.limit(_MEET_S)
+        for _ in range(_LOOKS):
+            if side == 0:
+                self._say(_ALIVE, _ANSWER_S)
+            self._hear()
+            if side == 1:
+                self._say(_ALIVE, _ANSWER_S)
+        stream.limit(None)
+
+    @property
+    def clock(self) -> int:
+        """What to add to this host's clock for the peer's, ns."""
+        return self._clock.offset
+
+    def start(self) -> None:
+        """Begin to speak, to listen and to carry messages."""
+        self._heard = time.monotonic()
+        for name, job in (
+            ("speak", self._speak),
+            ("listen", self._listen),
+            *(("carry off", one.run) for one in self.outgoing),
+            *(("bring", one.run) for one in self.incoming),
+        ):
+            # Daemons: what ends them is `close`, which runs at exit, after threading's own joins.
+            thread = threading.Thread(
+                target=self._guarded, args=(job,), name=f"zbpipe {name}", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+
+    def close(self) -> None:
+        """End the connection, in order where it can be; every wait is bounded. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if os.getpid() != self._pid:
+            return  # a forked child: the connection is its parent's
+        if threading.current_thread() in self._threads:  # collected as garbage in one of them
+            threading.Thread(target=self._close, daemon=True).start()
+        else:
+            self._close()
+
+    def _close(self) -> None:
+        if self._threads and not self._over.is_set():
+            if not self._board.watch(0):
+                self._leave()
+            if self._board.watch(0):
+                self._settled.wait(_ANSWER_S)
+        self._end()
+        for thread in self._threads:
+            thread.join(_ANSWER_S)
+        if any(thread.is_alive() for thread in self._threads):
+            return  # what it uses stays
+        streams = self._streams()
+        self._threads.clear()
+        self.outgoing.clear()
+        self.incoming.clear()
+        for stream in streams:
+            stream.close()
+
+    def _leave(self) -> None:
+        """Carry off what was published, say so, and wait until the peer has it."""
+        for one in self.outgoing:
+            one.finish()
+        deadline, count = 0.0, -1
+        while not all(one.over.wait(0.001) for one in self.outgoing):
+            now, carried = time.monotonic(), sum(one.carried for one in self.outgoing)
+            if carried != count:
+                deadline, count = now + self._timeout, carried
+            silent = now - self._heard > self._timeout
+            if silent or now > deadline or self._over.is_set() or self._board.watch(0):
+                return
+        self._leaving.set()
+        try:
+            self._say(_LEAVING, _ANSWER_S)
+        except ConnectionError:
+            return
+        self._answered.wait(_ANSWER_S)
+
+    def _end(self) -> None:
+        self._over.set()
+        for outgoing in self.outgoing:
+            outgoing.stop()
+        for incoming in self.incoming:
+            incoming.stop()
+        for stream in self._streams():
+            stream.sever()
+
+    def _streams(self) -> list[Stream]:
+        carried = [one.stream for one in self.outgoing] + [one.stream for one in self.incoming]
+        return [self._stream, *carried]
+
+    # --- the threads ------------------------------------------------------------------------------
+
+    def _guarded(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except ConnectionError:
+            pass  # `_listen` sees the same, and says what it means
+        except Exception as error:
+            control.abort(self._board, self._rank, error)
+
+    def _speak(self) -> None:
+        while not self._board.watch(_BEAT_S):
+            if self._over.is_set() or self._leaving.is_set() or self._peer_left.is_set():
+                return
+            self._say(_ALIVE, 0.0)  # a peer that does not listen now does so later
+        self._say(_FAILED, _ANSWER_S)
+        self._settled.wait(_SETTLE_S)
+        self._end()
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                what = self._hear()
+                if what == _FAILED:
+                    self._settled.set()
+                elif what == _HEARD:
+                    self._answered.set()
+                elif what == _LEAVING:
+                    self._peer_left.set()
+                    self._say(_HEARD, _ANSWER_S)
+        except ConnectionError:
+            self._explain()
+        finally:
+            self._over.set()
+            self._answered.set()
+            self._settled.set()
+            # Nobody reads any more what goes out; what has come is still brought in.
+            for one in self.outgoing:
+                one.stop()
+
+    def _explain(self) -> None:
+        """The connection has ended: in order, because of an abort, or because the peer is lost."""
+        if self._over.is_set() or self._leaving.is_set() or self._peer_left.is_set():
+            return
+        if self._board.watch(_NEWS_S):
+            return
+        for rank in self._peers:
+            self._board.lose(rank)
+
+    # --- what is said -----------------------------------------------------------------------------
+
+    def _say(self, what: int, seconds: float) -> None:
+        """Say it, unless the peer takes nothing within `seconds`."""
+        with self._voice:
+            if self._stream.writable(seconds):
+                head = _HEAD.pack(what, *self._clock.stamp())
+                self._stream.send(head, self._board.report())
+
+    def _hear(self) -> int:
+        self._stream.receive(self._message)
+        what, made, ours, received = _HEAD.unpack_from(self._message)
+        self._clock.hear(made, ours, received, time.monotonic_ns())
+        self._heard = time.monotonic()
+        if self.leads:
+            self._board.clock = self.clock
+        self._board.adopt(bytes(self._message[_HEAD.size :]))
+        return int(what)

@@ -1,0 +1,158 @@
+"""How the processes of a pipeline find each other: a board a host, and links between them."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .. import _native
+from .._version import __version__
+from ..errors import ConfigError
+from . import hosts
+from .bridge import Incoming, Outgoing
+from .hosts import Pair, Processes
+from .link import Link
+from .wire import Address, Door, Stream, connect
+from .world import World
+
+_MEET_S = 60.0  # everybody is here already: nothing but the network can take time
+
+
+@dataclass
+class Meeting:
+    """Who is there. `board` is this host's; `links` by process, from `connect` on."""
+
+    world: World
+    processes: Processes
+    board: Any
+    secret: bytes  # only this pipeline's processes know it
+    links: dict[int, Link] = field(default_factory=dict)
+    _streams: dict[Pair, Stream] = field(default_factory=dict)  # (process, number)
+    _numbers: dict[Pair, int] = field(default_factory=dict)  # of each bridged pair's stream
+
+    def connect(self, pairs: Sequence[Pair], timeout: float) -> None:
+        """Link the hosts, and the processes of these `pairs` of ranks. Collective.
+
+        Raises ConfigError on every rank where a process cannot reach another.
+        """
+        wanted = self.processes.linked(pairs)
+        if not wanted:
+            return
+        of, own = self.processes.of, self.processes.of(self.world.rank)
+        # Stream 0 is the link's own.
+        self._numbers = {pair: number for number, pair in enumerate(pairs, 1)}
+        streams = {
+            pair: [0, *(n for p, n in self._numbers.items() if {*map(of, p)} == {*pair})]
+            for pair in wanted
+        }
+        door = Door(own, self.secret)
+        try:
+            addresses = self.world.gather(door.address)
+            self.world.agree(lambda: self._meet(door, addresses, streams), "connecting the hosts")
+            self.world.agree(lambda: self._link(wanted, timeout), "connecting the hosts")
+        except BaseException:
+            for stream in self._streams.values():
+                stream.sever()
+                stream.close()
+            raise
+        finally:
+            door.close()
+
+    def _meet(self, door: Door, addresses: list[Address], streams: dict[Pair, list[int]]) -> None:
+        """Connect to the processes before this one, and wait for those after it."""
+        own = self.processes.of(self.world.rank)
+        try:
+            for (a, b), numbers in streams.items():
+                if b == own:
+                    made = connect(addresses[a], self.secret, own, a, numbers, _MEET_S)
+                    self._streams |= {(a, n): s for n, s in zip(numbers, made, strict=True)}
+            later = [(b, n) for (a, b), numbers in streams.items() if a == own for n in numbers]
+            self._streams |= door.wait(later, _MEET_S)
+        except ConnectionError as error:
+            raise ConfigError(
+                f"process {own} (rank {self.world.rank}) is not connected: {error}; "
+                "GLOO_SOCKET_IFNAME names the network interface to use"
+            ) from error
+
+    def _link(self, wanted: list[Pair], timeout: float) -> None:
+        """In one order on all processes, since both sides of a link talk at once."""
+        where, own = self.processes, self.processes.of(self.world.rank)
+        for pair in wanted:
+            if own in pair:
+                side = pair.index(own)
+                peer = pair[1 - side]
+                stream, ranks = self._streams[peer, 0], where.ranks[peer]
+                link = Link(self.board, stream, side, self.world.rank, ranks, timeout)
+                apart = where.hosts[peer] != where.hosts[own]
+                link.leads = peer == 0 and own in where.leaders and apart
+                self.links[peer] = link
+
+    def carry_off(self, pair: Pair, sender: Any) -> None:
+        """Let what `sender` publishes go over the wire."""
+        peer = self.processes.of(pair[1])
+        outlet = _native.Outlet(self.board, pair[0], sender)
+        stream = self._streams[peer, self._numbers[pair]]
+        self.links[peer].outgoing.append(Outgoing(self.board, stream, outlet))
+
+    def bring(self, pair: Pair, slots: int) -> Any:
+        """The end of a channel into which what comes over the wire goes."""
+        peer = self.processes.of(pair[0])
+        inlet = _native.Inlet(self.board, pair[1], slots)
+        stream = self._streams[peer, self._numbers[pair]]
+        self.links[peer].incoming.append(Incoming(self.board, stream, inlet))
+        return inlet
+
+    def start(self) -> None:
+        for link in self.links.values():
+            link.start()
+
+    def close(self) -> None:
+        """End all links, in order where that can be."""
+        for link in self.links.values():
+            link.close()
+
+
+def meet(world: World, on_cuda: bool) -> Meeting:
+    """Find out who shares a host, and open its board. Collective.
+
+    Raises ConfigError, on every rank, where some ranks are on CUDA devices and some are not, or
+    run another version of zbpipe.
+    """
+    probe, own = hosts.Probe(), _native.Board.create(world.size)
+    try:
+        everyone = world.gather(
+            (hosts.host_id(), probe.address, own.fd, world.local, __version__, on_cuda)
+        )
+        _same_kind(everyone)
+        ids, addresses = [row[0] for row in everyone], [row[1] for row in everyone]
+        alike = [i for i, given in enumerate(ids) if given == hosts.host_id()]
+        mine = {i for i in alike if world.rank in everyone[i][3] or hosts.reachable(addresses[i])}
+        found = world.gather((mine, secrets.token_bytes(32)))
+    finally:
+        probe.close()
+    processes = Processes(
+        tuple(row[3] for row in everyone), tuple(hosts.group(ids, [reach for reach, _ in found]))
+    )
+    host = processes.host(world.rank)
+    if host != processes.of(world.rank):
+        own = _native.Board.open(addresses[host][0], everyone[host][2], world.size)
+    for rank in range(world.size):
+        if processes.host(rank) != host:
+            own.place_elsewhere(rank)
+    return Meeting(world, processes, own, found[0][1])
+
+
+def _same_kind(everyone: list[Any]) -> None:
+    *_, version, cuda = everyone[0]
+    for _, _, _, (rank, *_), theirs, on_cuda in everyone:
+        if on_cuda != cuda:
+            names = {True: "CUDA", False: "the CPU"}
+            raise ConfigError(
+                f"rank {rank} is on {names[on_cuda]}, rank 0 is not: want all ranks on one of them"
+            )
+        if theirs != version:
+            raise ConfigError(
+                f"rank {rank} runs zbpipe {theirs}, rank 0 {version}: want the same everywhere"
+            )
