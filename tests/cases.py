@@ -14,6 +14,10 @@ from torch.utils.checkpoint import checkpoint
 SCHEDULES = ("gpipe", "1f1b", "zb1p", "zb2p")
 # Two stages a rank: twice as many as there are ranks.
 CHUNKED = ("interleaved", "interleaved_zb", "zb_v", "v_half", "v_min", "dualpipe_v")
+# Both ranks have W's next to each other in the midst of a step: more messages come in after them.
+HALVES = """0F0,0F1,0F2,0I0,0I1,0I2,0W0,0W1,0W2,0F3,0F4,0F5,0I3,0I4,0I5,0W3,0W4,0W5
+1F0,1I0,1F1,1I1,1F2,1I2,1W0,1W1,1W2,1F3,1I3,1F4,1I4,1F5,1I5,1W3,1W4,1W5
+"""
 WIDTH = 6
 Batch = tuple[Any, torch.Tensor]
 

@@ -308,9 +308,20 @@ def test_what_ws_of_a_run_read_is_kept_until_its_end():
         (Action(1, "W", 1), Action(1, "W", 2)),
         (Action(1, "I", 1), Action(1, "W", 0)),
         (Action(1, "W", 7), Action(1, "W", 8)),
+        (Action(2, "W", 0), Action(2, "W", 1)),
+        (Action(-1, "W", 0), Action(-1, "W", 1)),
     ],
 )
 def test_a_run_that_is_none_is_refused(run):
     schedule = replace(Schedule.from_csv(HALVES), runs=(run,))
     with pytest.raises(ScheduleError, match="W's of one stage that stand next to each other"):
         compile(schedule)
+
+
+@pytest.mark.parametrize("second", [(1, 2), (0, 1), (1,)])
+def test_runs_that_overlap_are_refused(second):
+    """At the last W of a run all its microbatches are computed: of two ends, only one is kept."""
+    text = "0F0,0F1,0F2,0I0,0I1,0I2,0W0,0W1,0W2\n1F0,1F1,1F2,1I0,1I1,1I2,1W0,1W1,1W2\n"
+    runs = tuple(tuple(Action(0, "W", m) for m in run) for run in ((0, 1), second))
+    with pytest.raises(ScheduleError, match=f"runs has 0W{second[0]} in two runs"):
+        compile(replace(Schedule.from_csv(text), runs=runs))

@@ -27,9 +27,10 @@ class Flow:
         self.forward_only = forward_only
         self.place = {action: i for row in schedule.rows for i, action in enumerate(row)}
         # The W's of a run may all be computed at its end, and what they read is held until then.
-        self._ends = {action: run[-1] for run in schedule.runs for action in run}
+        self._ends: dict[Action, Action] = {}
         for run in schedule.runs:
             self._check(run)
+            self._ends.update(dict.fromkeys(run, run[-1]))
         # What a rank does in its lane for tied gradients, and the actions that it is to wait for.
         self.sums: list[dict[Action, tuple[Action, ...]]] = [{} for _ in schedule.rows]
         handed = self._tie() if tied else {}
@@ -43,15 +44,20 @@ class Flow:
                         self.channels.setdefault(pair, []).append(self._message(sent))
 
     def _check(self, run: tuple[Action, ...]) -> None:
-        """A run is W's of one stage, next to each other in its rank's row."""
-        stage = run[0].stage if run else 0
+        """A run is W's of one stage, next to each other in its rank's row, and in no other run."""
+        stage = run[0].stage if run else -1
+        row: tuple[Action, ...] = ()
+        if 0 <= stage < self.schedule.stages:
+            row = self.schedule.rows[self.schedule.placement[stage]]
         at = self.place.get(run[0], 0) if run else 0
-        row = self.schedule.rows[self.schedule.placement[stage]]
         if not run or row[at : at + len(run)] != run or any(a[:2] != (stage, "W") for a in run):
             raise ScheduleError(
                 f"runs has ({', '.join(map(str, run))}): want W's of one stage that stand next to "
                 "each other in their rank's row"
             )
+        twice = next((action for action in run if action in self._ends), None)
+        if twice is not None:
+            raise ScheduleError(f"runs has {twice} in two runs: want every W in one at most")
 
     def _tie(self) -> dict[Action, tuple[Action, ...]]:
         """Place R and S; what each R follows."""

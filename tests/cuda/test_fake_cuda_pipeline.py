@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,12 +21,11 @@ import torch.distributed as dist
 from faking import Fake
 
 import zbpipe
-from cases import CASES, CHUNKED, Case
+from cases import CASES, CHUNKED, HALVES, Case
+from counting import kernels_counted
 from crews import forked
 from families import batch, build
 from unsplit import assert_same_gradients, gradients, reference
-from zbpipe.kernels import ops
-from zbpipe.model.rules import accumulate
 from zbpipe.runtime import device as devices
 from zbpipe.runtime import rank as ranks
 from zbpipe.runtime.device import Device
@@ -147,24 +145,10 @@ def test_tied_embeddings_cross_by_streams_of_their_own(on_fake):
     assert device.fake.reports() == []
 
 
-# Both ranks have W's next to each other while messages are still to come in.
-HALVES = """0F0,0F1,0F2,0I0,0I1,0I2,0W0,0W1,0W2,0F3,0F4,0F5,0I3,0I4,0I5,0W3,0W4,0W5
-1F0,1I0,1F1,1I1,1F2,1I2,1W0,1W1,1W2,1F3,1I3,1F4,1I4,1F5,1I5,1W3,1W4,1W5
-"""
-
-
 def test_ws_of_a_run_are_one_launch_a_weight(on_fake, monkeypatch):
     """As on CUDA: held, and added by our operators; with the bits of one after the other."""
     device = on_fake(jitter=200)
-    calls: Counter[str] = Counter()
-
-    class Counting:
-        def __getattr__(self, name: str) -> Any:
-            calls[name] += 1
-            return getattr(ops, name)
-
-    monkeypatch.setattr(accumulate, "_on_gpu", lambda tensor: True)
-    monkeypatch.setattr(accumulate, "_kernels", Counting)
+    calls = kernels_counted(monkeypatch)
     found = []
     for held in (False, True):
         monkeypatch.setattr(ranks, "groups", lambda device, held=held: held)

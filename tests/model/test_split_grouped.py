@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections import Counter
 
 import pytest
 import torch
@@ -13,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from zbpipe.kernels import ops
-from zbpipe.model.rules import accumulate
+from counting import kernels_counted
 from zbpipe.model.rules.deferred import Groupable, Record, run_together
 from zbpipe.model.rules.products import Products
 from zbpipe.model.split import Deferred, Splitter, wide_gradients
@@ -54,17 +52,8 @@ def deferred(stage: nn.Module, lengths: list[int], dtype: torch.dtype) -> list[D
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """Counts the operators that W calls; on the CPU they run on torch."""
-    calls: Counter[str] = Counter()
-
-    class Counting:
-        def __getattr__(self, name: str):
-            calls[name] += 1
-            return getattr(ops, name)
-
-    monkeypatch.setattr(accumulate, "_on_gpu", lambda tensor: True)
-    monkeypatch.setattr(accumulate, "_kernels", Counting)
-    return calls
+    """Counts the kernels that W and I run."""
+    return kernels_counted(monkeypatch)
 
 
 def results(lengths: list[int], dtype: torch.dtype, together: bool) -> list[Tensor]:
@@ -215,3 +204,21 @@ def test_a_groups_tensors_are_let_go_of_before_the_next_is_added() -> None:
     del X
     run_together(entries)
     assert alive == [4, 2]
+
+
+def test_a_record_without_parameters_runs_too() -> None:
+    """As in `run`: each by itself, at its place among those that begin a group."""
+    ran = []
+
+    def told(name: str):
+        return lambda X, dY: ran.append(name)
+
+    a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    owned = {"a": (a,), "b": (b,)}
+    entries, x = [Deferred(), Deferred()], torch.zeros(2)
+    for entry, names in zip(entries, (["a", "none", "b"], ["none", "b", "a"]), strict=True):
+        for name in names:
+            entry.add(Record(told(name), owned.get(name, ()), x, x))
+    run_together(entries)
+    assert ran == ["a", "a", "none", "b", "b", "none"]
+    assert not any(map(len, entries))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.pytorch_utils import Conv1D
 
+from counting import kernels_counted
 from zbpipe.kernels import dispatch, ops
 from zbpipe.model.rules import accumulate
 from zbpipe.model.rules.products import Products
@@ -31,17 +33,8 @@ class Stage(nn.Module):
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """Counts the kernels that W runs."""
-    calls = []
-
-    class Counting:
-        def __getattr__(self, name: str):
-            calls.extend([name] * (name != "below_autograd"))
-            return getattr(ops, name)
-
-    monkeypatch.setattr(accumulate, "_on_gpu", lambda tensor: True)
-    monkeypatch.setattr(accumulate, "_kernels", Counting)
-    return calls
+    """Counts the kernels that W and I run."""
+    return kernels_counted(monkeypatch)
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -61,8 +54,8 @@ def test_the_kernels_add_what_torch_adds(as_on_a_gpu, monkeypatch, fused, main) 
             return [p.main_grad if main else p.grad for p in stage.parameters()]
 
     got = grads(stage)
-    assert sorted(set(as_on_a_gpu)) == ["bias_grad_", "dgrad", "embedding_grad_", "wgrad_"]
-    assert len(as_on_a_gpu) == 3 * 7
+    assert sorted(as_on_a_gpu) == ["bias_grad_", "dgrad", "embedding_grad_", "wgrad_"]
+    assert as_on_a_gpu.total() == 3 * 7
     monkeypatch.setattr(accumulate, "_on_gpu", lambda tensor: False)
     for g, w in zip(got, grads(plain), strict=True):
         assert g.dtype == w.dtype == torch.float32
@@ -102,7 +95,7 @@ def test_norms_run_their_kernels(as_on_a_gpu, monkeypatch, make, dtype, frozen) 
     got = trained(norm)
     # A bias alone is a plain sum, and of a norm that is frozen as a whole nothing is split.
     some = not frozen or getattr(norm, "bias", None) is not None
-    assert sorted(as_on_a_gpu) == ["norm_dgrad"] * 3 * some + ["norm_wgrad_"] * 3 * (not frozen)
+    assert as_on_a_gpu == Counter(norm_dgrad=3 * some, norm_wgrad_=3 * (not frozen))
     monkeypatch.setattr(accumulate, "_on_gpu", lambda tensor: False)
     rounding = {torch.bfloat16: 1e-2, torch.float32: 1e-5}[dtype]
     for g, w in zip(got, trained(plain), strict=True):
@@ -151,7 +144,7 @@ def test_tokens_of_32_bits_are_looked_up_too(as_on_a_gpu, dtype) -> None:
     tokens, dY = torch.tensor([[3, 1, 3], [0, 10, 1]], dtype=dtype), torch.randn(2, 3, 8).bfloat16()
     run_split(embed, [tokens], [dY], fused=False)
     want = torch.zeros(11, 8).index_add(0, tokens.flatten(), dY.flatten(0, 1).float())
-    assert as_on_a_gpu == ["embedding_grad_"]
+    assert as_on_a_gpu == {"embedding_grad_": 1}
     torch.testing.assert_close(embed.weight.main_grad, want)
 
 
@@ -164,7 +157,7 @@ def test_autocast_sums_in_the_gradient(as_on_a_gpu) -> None:
         y = layer(x)
     y.backward(dY)
     entry.run()
-    assert sorted(as_on_a_gpu) == ["bias_grad_", "wgrad_"]
+    assert as_on_a_gpu == {"bias_grad_": 1, "wgrad_": 1}
     rows = dY.flatten(0, 1).double()
     want = rows.t() @ x.bfloat16().flatten(0, 1).double()
     assert float((layer.weight.grad - want).abs().max() / want.abs().max()) < 1e-6
@@ -205,7 +198,7 @@ def test_experts_are_one_kernel(as_on_a_gpu, monkeypatch, transposed) -> None:
         y.backward(dY)
         entry.run()
         grads.append(stage.w.main_grad)
-    assert as_on_a_gpu == ["expert_wgrad_"]
+    assert as_on_a_gpu == {"expert_wgrad_": 1}
     torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
     assert bool((grads[0][1] == 1).all())
 
@@ -250,10 +243,10 @@ def gradients_of(stage: nn.Module, x: torch.Tensor, dY: torch.Tensor, main: bool
 
 
 CASES = [
-    (Raw, (6, 8), (6, 8), ["dgrad"] * 2 + ["grouped_wgrad_"] * 4),
-    (lambda: Stacked(False), (3, 4, 5), (3, 4, 8), ["expert_wgrad_"]),
-    (lambda: Stacked(True), (3, 4, 5), (3, 4, 8), ["expert_wgrad_"]),
-    (lambda: Stacked(True), (3, 0, 5), (3, 0, 8), ["expert_wgrad_"]),
+    (Raw, (6, 8), (6, 8), {"dgrad": 2, "grouped_wgrad_": 4}),
+    (lambda: Stacked(False), (3, 4, 5), (3, 4, 8), {"expert_wgrad_": 1}),
+    (lambda: Stacked(True), (3, 4, 5), (3, 4, 8), {"expert_wgrad_": 1}),
+    (lambda: Stacked(True), (3, 0, 5), (3, 0, 8), {"expert_wgrad_": 1}),
 ]
 
 
@@ -264,7 +257,7 @@ def test_raw_parameters(as_on_a_gpu, monkeypatch, make, x_shape, y_shape, kernel
     x, dY = (torch.randn(s, generator=generator).bfloat16() for s in (x_shape, y_shape))
     got = gradients_of(make(), x, dY, main)
     if main:
-        assert sorted(as_on_a_gpu) == kernels
+        assert as_on_a_gpu == kernels
     else:  # gradients of 16 bits stay with torch
         assert set(as_on_a_gpu) <= {"dgrad"}
     monkeypatch.setattr(accumulate, "_on_gpu", lambda tensor: False)
@@ -306,6 +299,75 @@ def test_what_a_step_leaves_to_the_kernels(as_on_a_gpu, parameter, runs) -> None
     with wide_gradients([parameter]):
         run_split(layer, [x], [torch.randn(3, 4).to(parameter.dtype)], fused=False)
     assert ("dgrad" in as_on_a_gpu, "wgrad_" in as_on_a_gpu) == runs
+
+
+FLOATS = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.mark.parametrize("operand", FLOATS)
+@pytest.mark.parametrize("own", FLOATS)
+@pytest.mark.parametrize("summed", [*FLOATS, None])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_short_way_is_the_general_one(
+    as_on_a_gpu, monkeypatch, operand, own, summed, transposed
+) -> None:
+    """Of parameters in `own`, autocast or not, with gradients in `summed`, None: the operands'."""
+    generator = torch.Generator().manual_seed(0)
+    dY, X, before = (torch.randn(s, generator=generator) for s in ((7, 4), (7, 5), (4, 5)))
+    dY, X = dY.to(operand), X.to(operand)
+    found = []
+    short = accumulate._plainly
+    for way in (short, lambda parameter, operand: None):
+        monkeypatch.setattr(accumulate, "_plainly", way)
+        as_on_a_gpu.clear()
+        weight, bias = torch.ones(4, 5, dtype=own), nn.Parameter(torch.ones(4, dtype=own))
+        weight = nn.Parameter(weight.t().contiguous().t() if transposed else weight)
+        for p, value in ((weight, before), (bias, before[:, 0])):
+            p.grad_dtype = summed
+            p.grad = torch.empty_like(p, dtype=summed or operand).copy_(value)
+        assert (short(weight, dY) is weight.grad) == (weight.grad.dtype == operand)
+        accumulate.add_product(weight, dY.t(), X)
+        accumulate.add_sum(bias, dY)
+        found.append((weight.grad, bias.grad, as_on_a_gpu.copy()))
+    for a, b in zip(found[0][:2], found[1][:2], strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+    kernels = operand.itemsize == 2 and summed == torch.float32
+    expected = {"wgrad_": not transposed, "bias_grad_": 1} if kernels else {}
+    assert found[0][2] == found[1][2] == Counter(expected)
+
+
+class OnCuda(torch.Tensor):
+    """Lies on the CPU and says that it does not."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_short_way_is_taken_on_a_gpu_too(monkeypatch, dtype) -> None:
+    def general(parameter: nn.Parameter, operand: torch.Tensor) -> None:
+        raise AssertionError("the general way")
+
+    monkeypatch.setattr(accumulate, "_for_kernel", general)
+    weight, bias = nn.Parameter(torch.ones(4, 5).to(dtype)), nn.Parameter(torch.ones(4).to(dtype))
+    weight.grad, bias.grad = torch.ones_like(weight), torch.ones_like(bias)
+    dY, X = torch.ones(7, 4, dtype=dtype).as_subclass(OnCuda), torch.ones(7, 5, dtype=dtype)
+    accumulate.add_product(weight, dY.t(), X)
+    accumulate.add_sum(bias, dY)
+    assert bool((weight.grad == 8).all() and (bias.grad == 8).all())
+
+
+def test_a_norm_that_no_kernel_adds_has_no_gradient_yet(as_on_a_gpu) -> None:
+    """One whose bias has a gradient that a user laid out: the weight's is left to the rule."""
+    norm = nn.LayerNorm(8)
+    norm.bias.grad = torch.zeros(16)[::2]
+    x, dY, rstd = torch.randn(3, 8), torch.randn(3, 8), torch.ones(3, 1)
+    assert not accumulate.add_norm(norm.weight, norm.bias, dY, x, rstd, None)
+    assert norm.weight.grad is None and not as_on_a_gpu
+    norm.bias.grad = None
+    assert accumulate.add_norm(norm.weight, norm.bias, dY, x, rstd, None)
+    assert as_on_a_gpu == {"norm_wgrad_": 1}
+    torch.testing.assert_close(norm.weight.grad, (dY * x).sum(0))
+    torch.testing.assert_close(norm.bias.grad, dY.sum(0))
 
 
 def test_trials_see_what_the_operators_allocate_inside() -> None:

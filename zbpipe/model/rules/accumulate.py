@@ -114,10 +114,11 @@ def add(parameter: Parameter, fresh: Tensor) -> None:
 def _plainly(parameter: Parameter, operand: Tensor) -> Tensor | None:
     """`.grad`, where torch can add what it computes from operands of its dtype in place.
 
-    This is what the general way below comes to; asked first, since nearly every W is such a one.
+    This is what the general way below comes to, on any device: kernels of ours add to fp32 what is
+    of 16 bits. Asked first, since nearly every W is such a one.
     """
     grad = parameter.grad
-    if grad is None or grad.dtype != operand.dtype or operand.is_cuda:
+    if grad is None or grad.dtype != operand.dtype:
         return None
     if grad.layout != torch.strided or getattr(parameter, "main_grad", None) is not None:
         return None
@@ -274,11 +275,13 @@ def add_norm(
     """A norm's dW += Σ dY x̂ and db += Σ dY over the rows; False where no kernel does it."""
     if weight is None or not _norm_kernels(x, dY, rstd):
         return False
-    if any(_wanted_dtype(p) != torch.float32 for p in (weight, bias) if p is not None):
+    own = [weight] if bias is None else [weight, bias]
+    if any(_wanted_dtype(p) != torch.float32 for p in own):
+        return False
+    # A row of zeros, as is made below where there is no gradient yet, is contiguous.
+    if any((grad := gradient(p)) is not None and not grad.is_contiguous() for p in own):
         return False
     dW, db = zeros_or(weight), None if bias is None else zeros_or(bias)
-    if not dW.is_contiguous() or not (db is None or db.is_contiguous()):
-        return False
     _kernels().norm_wgrad_(dW, db, *_norm_rows(dY, x), *_norm_statistics(rstd, mean))
     return True
 

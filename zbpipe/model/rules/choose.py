@@ -194,11 +194,15 @@ class SplitForward:
         if torch.compiler.is_compiling():
             # Compiled code cannot hand X and dY out: its weight gradients are autograd's, in I.
             return type(module).forward(module, *args, **kwargs)
+        entry = self.active.entry
+        if entry is None:
+            # Someone kept this forward from F and calls it outside: its gradients are autograd's.
+            return type(module).forward(module, *args, **kwargs)
         if not rule.own and (kwargs or len(args) != 1):
             plain = partial(type(module).forward, module)
             args, kwargs = inspect.signature(plain).bind(*args, **kwargs).args, {}
         if torch.is_grad_enabled() and self._may_split(args, kwargs):
-            return rule.call(module, self.active.entry, *args, **kwargs)
+            return rule.call(module, entry, *args, **kwargs)
         return type(module).forward(module, *args, **kwargs)
 
     def _may_split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -145,9 +145,15 @@ def _key(record: Record) -> Hashable:
 
 
 def _apart(records: Iterable[Record]) -> Iterator[list[Record]]:
-    """The records in groups that share no parameter, in their order within each."""
+    """The records in groups that share no parameter, in their order within each.
+
+    A record that names no parameter is a group by itself.
+    """
     home: dict[int, dict[int, Record]] = {}  # id(parameter) → its group, by place
     for place, record in enumerate(records):
+        if not record.parameters:
+            home[-1 - place] = {place: record}  # no id is negative
+            continue
         found = {id(g): g for p in record.parameters if (g := home.get(id(p))) is not None}
         group: dict[int, Record] = {}
         for other in found.values():
