@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes.util
 import importlib.metadata
 import importlib.util
 import ipaddress
@@ -53,7 +52,9 @@ def examine() -> Report:
     """Look at everything; never raises for what is missing, and takes well under a second."""
     native, extension = _extension()
     probe, cuda = _cuda(native)
-    return Report((extension, _torch(), *cuda, _nccl(), _triton(), _queues(), *_transports(probe)))
+    loads, nccl = _nccl(native)
+    rest = (_triton(), _queues(), *_transports(probe, loads))
+    return Report((extension, _torch(), *cuda, nccl, *rest))
 
 
 def _extension() -> tuple[Any, Finding]:
@@ -181,12 +182,23 @@ def _installed(*names: str) -> str | None:
     return None
 
 
-def _nccl() -> Finding:
-    found = _installed("nvidia-nccl-cu13", "nvidia-nccl-cu12") or ctypes.util.find_library("nccl")
-    if found is not None:
-        return Finding("NCCL", True, f"{found}; torch.distributed uses it, zbpipe's ranks do not")
-    fix = "it comes with torch for CUDA; only torch.distributed on CUDA needs it"
-    return Finding("NCCL", False, "not found", fix)
+def _nccl(native: Any) -> tuple[bool, Finding]:
+    """NCCL as ranks on CUDA load it. What pip installed lies where only torch's loader looks."""
+    installed = _installed("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+    use = "between hosts on CUDA, and for torch.distributed"
+    if native is not None:
+        try:
+            found = native.cuda.probe_nccl()
+        except RuntimeError as error:
+            if installed is None:
+                return False, Finding("NCCL", False, f"needed {use}", str(error))
+        else:
+            number = found["version"]
+            version = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+            return True, Finding("NCCL", True, f"{version}, {found['library']}; {use}")
+    if installed is not None:
+        return True, Finding("NCCL", True, f"{installed}, loaded with torch; {use}")
+    return False, Finding("NCCL", False, f"needed {use}", "it comes with a torch built for CUDA")
 
 
 def _triton() -> Finding:
@@ -218,7 +230,7 @@ def _queues() -> Finding:
     )
 
 
-def _transports(probe: dict[str, Any] | None) -> list[Finding]:
+def _transports(probe: dict[str, Any] | None, nccl: bool) -> list[Finding]:
     shm = Finding("transport shm", True, "between processes of this host, on the CPU (memfd)")
     try:
         fd = os.memfd_create("zbpipe-doctor", os.MFD_CLOEXEC)
@@ -238,7 +250,15 @@ def _transports(probe: dict[str, Any] | None) -> list[Finding]:
         if ready
         else Finding("transport ipc", False, "needs CUDA devices", "see the CUDA lines above")
     )
-    return [Finding("transport local", True, "between ranks of one process"), shm, ipc, _tcp()]
+    local = Finding("transport local", True, "between ranks of one process")
+    return [local, shm, ipc, _tcp(), _across(ready, nccl)]
+
+
+def _across(ready: bool, nccl: bool) -> Finding:
+    name, what = "transport nccl", "between hosts, on CUDA"
+    if ready and nccl:
+        return Finding(name, True, f"{what}; what is not a payload goes by tcp")
+    return Finding(name, False, f"{what}: needs CUDA devices and NCCL", "see the lines above")
 
 
 def _tcp() -> Finding:

@@ -185,7 +185,7 @@ def test_an_error_on_the_enqueueing_thread_reaches_step(on_fake):
         pipe.step(torch.randn(4, 4))
 
 
-def _between_processes(world, store: str, library: str) -> list[str]:
+def _between_processes(world, store: str, library: str, transport: str | None) -> list[str]:
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=world.rank, world_size=world.size
     )
@@ -198,7 +198,7 @@ def _between_processes(world, store: str, library: str) -> list[str]:
         model = case.build()
         pipe = zbpipe.wrap(
             model, microbatches=5, schedule="zb1p", partition=case.split(world.size),
-            loss_fn=case.loss_fn, timeout=30,
+            loss_fn=case.loss_fn, timeout=30, transport=transport,
         )  # fmt: skip
         for (x, y), expected in zip(case.batches(), losses, strict=True):
             torch.testing.assert_close(pipe.step(x, target=y), expected, rtol=1e-10, atol=1e-10)
@@ -210,11 +210,12 @@ def _between_processes(world, store: str, library: str) -> list[str]:
         dist.destroy_process_group()
 
 
-def test_between_processes_by_ipc(fake, tmp_path):
+@pytest.mark.parametrize(("transport", "found"), [(None, "ipc"), ("nccl", "nccl")])
+def test_between_processes(fake, tmp_path, transport, found):
     made = fake()
-    outcomes = forked(_between_processes, 2, str(tmp_path / "store"), made.path)
+    outcomes = forked(_between_processes, 2, str(tmp_path / "store"), made.path, transport)
     assert all(o.error is None for o in outcomes), [(o.rank, o.trace) for o in outcomes]
-    assert [o.get() for o in outcomes] == [["ipc"], ["ipc"]]
+    assert [o.get() for o in outcomes] == [[found], [found]]
 
 
 def test_parameters_on_two_kinds_of_device_are_refused(fake, monkeypatch):

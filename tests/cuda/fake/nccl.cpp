@@ -207,7 +207,7 @@ API int ncclSend(const void* data, size_t bytes, int type, int peer, void* comm,
   };
   op.effect = [&c, number, gone, data, bytes, actor = op.stream->actor] {
     if (!*gone) {
-      process().access(actor, data, bytes, false, "a NCCL send's read");
+      process().access(actor, data, bytes, false, kCopyRead);
       memcpy(c.pair->data, data, bytes);
       c.pair->bytes = bytes;
       publish(c.pair->sent, number);
