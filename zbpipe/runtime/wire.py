@@ -153,8 +153,7 @@ class Door:
             if not self._arrival.wait_for(lambda: self._came.keys() >= {*wanted}, seconds):
                 missing = min({*wanted} - self._came.keys())
                 raise ConnectionError(f"process {missing[0]} did not connect in {seconds:g} s")
-            came, self._came = self._came, {}
-            return came
+            return {key: self._came.pop(key) for key in wanted}
 
     def close(self) -> None:
         """Let nobody in any more."""
@@ -228,6 +227,8 @@ def _knock(address: tuple[str, int], hello: bytes) -> Stream:
             if not part:
                 raise ConnectionError("is not of this pipeline")
             answer += part
+        if answer != _WELCOME:  # some other service
+            raise ConnectionError("is not of this pipeline")
     except BaseException:
         connection.close()
         raise
