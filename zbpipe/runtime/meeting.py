@@ -14,9 +14,10 @@ from .._version import __version__
 from ..errors import ConfigError
 from . import hosts
 from .bridge import Incoming, Outgoing
+from .door import Door, connect
 from .hosts import Pair, Processes
 from .link import Link
-from .wire import Address, Door, Stream, connect
+from .wire import Address, Stream
 from .world import World
 
 _MEET_S = 60.0  # everybody is here already: nothing but the network can take time
@@ -44,20 +45,20 @@ class Meeting:
         wanted = self.processes.linked(pairs)
         if not wanted:
             return
-        of, own = self.processes.of, self.processes.of(self.world.rank)
+        of = self.processes.of
         # Stream 0 is the link's own.
         self._numbers = {pair: number for number, pair in enumerate(pairs, 1)}
         streams = {
             pair: [0, *(n for p, n in self._numbers.items() if {*map(of, p)} == {*pair})]
             for pair in wanted
         }
-        door = Door(own, self.secret)
+        doors: list[Door] = []  # of this process: one, once it is open
+        what = "connecting the hosts"
         try:
-            addresses = self.world.gather(door.address)
-            what = "connecting the hosts"
+            addresses = self.world.agree(lambda: self._open(doors), what)
             # One after the other: whoever could not connect says why before anybody misses it.
             self.world.agree(lambda: self._visit(addresses, streams), what)
-            self.world.agree(lambda: self._receive(door, streams), what)
+            self.world.agree(lambda: self._receive(doors[0], streams), what)
             self.world.agree(lambda: self._link(wanted, timeout), what)
         except BaseException:
             for stream in self._streams.values():
@@ -65,7 +66,17 @@ class Meeting:
                 stream.close()
             raise
         finally:
-            door.close()
+            for door in doors:
+                door.close()
+
+    def _open(self, doors: list[Door]) -> Address:
+        try:
+            doors.append(Door(self.processes.of(self.world.rank), self.secret))
+        except OSError as error:
+            raise ConfigError(
+                f"rank {self.world.rank} cannot listen for connections: {error}"
+            ) from error
+        return doors[0].address
 
     def _visit(self, addresses: list[Address], streams: dict[Pair, list[int]]) -> None:
         """Connect to the processes before this one."""
@@ -83,8 +94,8 @@ class Meeting:
         for (a, b), numbers in streams.items():
             if a == own:
                 with self._explained(b):
-                    wanted = [(b, n) for n in numbers]
-                    self._streams |= door.wait(wanted, max(0.0, until - time.monotonic()))
+                    came = door.wait(b, numbers, max(0.0, until - time.monotonic()))
+                self._streams |= {(b, n): s for n, s in zip(numbers, came, strict=True)}
 
     @contextmanager
     def _explained(self, peer: int) -> Iterator[None]:
