@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import resource
 import socket
 import threading
 import time
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
 from hosting import python_threads
@@ -151,6 +154,7 @@ def test_whoever_drips_has_one_deadline_for_all(door, monkeypatch) -> None:
 
 def test_a_crowd_of_strangers_gives_way(door, monkeypatch) -> None:
     monkeypatch.setattr(doors, "_CROWD", 3)
+    monkeypatch.setattr(doors, "_ADMIT_S", 60.0 * _HANG_S)
     with ExitStack() as stack:
         crowd = [stack.enter_context(knock(door)) for _ in range(8)]
         assert all(gone(one) for one in crowd[:5])
@@ -250,6 +254,32 @@ def test_too_many_open_files_are_told_of_and_outlived(door) -> None:
 def test_an_interface_that_is_named_is_the_only_way_in(door) -> None:
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.3", door.address[1]))
+
+
+def test_an_interface_with_no_address_but_of_ipv6_will_do(monkeypatch) -> None:
+    table = Path("/proc/net/if_inet6")
+    if not table.exists() or " lo\n" not in table.read_text():
+        pytest.skip("no IPv6 here")
+
+    def no_address(*_):
+        raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
+
+    monkeypatch.setattr(fcntl, "ioctl", no_address)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    door = Door(0, SECRET)
+    assert door.address[0] == ["::1"]
+    (mine,) = connect(door.address, SECRET, 1, 0, [0], _HANG_S)
+    for stream in (mine, *door.wait(1, [0], _HANG_S)):
+        stream.close()
+    door.close()
+
+
+@pytest.mark.parametrize("name", ["nope", "lo,nope", "longer-than-any-interface"])
+def test_no_interface_stands_in_for_one_that_is_not_there(monkeypatch, name) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
+    with pytest.raises(ConfigError, match=f"{name.rpartition(',')[2]} is not there"):
+        Door(0, SECRET)
+    assert python_threads() == []
 
 
 def _misspelt(world):
