@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +18,7 @@ from hypothesis import strategies as st
 from crews import Relay, crew_of, forked, lane_threads, shared_files
 from zbpipe import _native
 from zbpipe.program import compile
-from zbpipe.runtime import hosts, wire
+from zbpipe.runtime import hosts
 from zbpipe.runtime.hosts import Processes, group
 from zbpipe.runtime.link import Clock
 from zbpipe.schedule import build
@@ -217,43 +216,6 @@ def test_what_another_process_holds_is_only_looked_at() -> None:
     os.waitpid(child, 0)
     os.close(read)
     probe.close()
-
-
-def test_strangers_at_the_door_are_sent_away() -> None:
-    secret = os.urandom(32)
-    door = wire.Door(0, secret)
-    names, port = door.address
-    with socket.create_connection(("127.0.0.1", port)) as stranger:
-        stranger.sendall(b"GET / HTTP/1.1".ljust(44))
-        assert stranger.recv(1) == b""
-    with pytest.raises(ConnectionError, match=f"no answer at port {port}"):
-        wire.connect((["127.0.0.1"], port), os.urandom(32), 1, 0, [0], 10.0)
-    (ours,) = wire.connect((["192.0.2.1.invalid", *names], port), secret, 1, 0, [7], 10.0)
-    theirs = door.wait([(1, 7)], 10.0)[1, 7]
-    with pytest.raises(ConnectionError, match="process 2 did not connect"):
-        door.wait([(2, 0)], 0.1)
-    door.close()
-    ours.send(b"ab", b"", b"c" * 1000)
-    got = bytearray(1002)
-    theirs.receive(got)
-    assert got == b"ab" + b"c" * 1000
-    woken = []
-
-    def reader():
-        with pytest.raises(ConnectionError):
-            theirs.receive(bytearray(1))
-        woken.append(True)
-
-    thread = threading.Thread(target=reader)
-    thread.start()
-    theirs.sever()
-    thread.join(_HANG_S)
-    assert woken
-    with pytest.raises(ConnectionError):
-        ours.receive(bytearray(1))
-    for stream in (ours, theirs):
-        stream.close()
-    assert python_threads() == []
 
 
 @pytest.mark.parametrize("how", ["ends_without_close", "ends_after_an_error"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,12 +14,15 @@ from .._version import __version__
 from ..errors import ConfigError
 from . import hosts
 from .bridge import Incoming, Outgoing
+from .door import Door, connect
 from .hosts import Pair, Processes
 from .link import Link
-from .wire import Address, Door, Stream, connect
+from .wire import Address, Stream
 from .world import World
 
 _MEET_S = 60.0  # everybody is here already: nothing but the network can take time
+# Everybody has connected: what is still on its way is there within milliseconds.
+_ARRIVE_S = 10.0
 
 
 @dataclass
@@ -40,40 +45,69 @@ class Meeting:
         wanted = self.processes.linked(pairs)
         if not wanted:
             return
-        of, own = self.processes.of, self.processes.of(self.world.rank)
+        of = self.processes.of
         # Stream 0 is the link's own.
         self._numbers = {pair: number for number, pair in enumerate(pairs, 1)}
         streams = {
             pair: [0, *(n for p, n in self._numbers.items() if {*map(of, p)} == {*pair})]
             for pair in wanted
         }
-        door = Door(own, self.secret)
+        doors: list[Door] = []  # of this process: one, once it is open
+        what = "connecting the hosts"
         try:
-            addresses = self.world.gather(door.address)
-            self.world.agree(lambda: self._meet(door, addresses, streams), "connecting the hosts")
-            self.world.agree(lambda: self._link(wanted, timeout), "connecting the hosts")
+            addresses = self.world.agree(lambda: self._open(doors), what)
+            # One after the other: whoever could not connect says why before anybody misses it.
+            self.world.agree(lambda: self._visit(addresses, streams), what)
+            self.world.agree(lambda: self._receive(doors[0], streams), what)
+            self.world.agree(lambda: self._link(wanted, timeout), what)
         except BaseException:
             for stream in self._streams.values():
                 stream.sever()
                 stream.close()
             raise
         finally:
-            door.close()
+            for door in doors:
+                door.close()
 
-    def _meet(self, door: Door, addresses: list[Address], streams: dict[Pair, list[int]]) -> None:
-        """Connect to the processes before this one, and wait for those after it."""
-        own = self.processes.of(self.world.rank)
+    def _open(self, doors: list[Door]) -> Address:
         try:
-            for (a, b), numbers in streams.items():
-                if b == own:
-                    made = connect(addresses[a], self.secret, own, a, numbers, _MEET_S)
-                    self._streams |= {(a, n): s for n, s in zip(numbers, made, strict=True)}
-            later = [(b, n) for (a, b), numbers in streams.items() if a == own for n in numbers]
-            self._streams |= door.wait(later, _MEET_S)
-        except ConnectionError as error:
+            doors.append(Door(self.processes.of(self.world.rank), self.secret))
+        except OSError as error:
             raise ConfigError(
-                f"process {own} (rank {self.world.rank}) is not connected: {error}; "
-                "GLOO_SOCKET_IFNAME names the network interface to use"
+                f"rank {self.world.rank} cannot listen for connections: {error}"
+            ) from error
+        return doors[0].address
+
+    def _visit(self, addresses: list[Address], streams: dict[Pair, list[int]]) -> None:
+        """Connect to the processes before this one."""
+        own, until = self.processes.of(self.world.rank), time.monotonic() + _MEET_S
+        for (a, b), numbers in streams.items():
+            if b == own:
+                with self._explained(a):
+                    left = max(0.0, until - time.monotonic())
+                    made = connect(addresses[a], self.secret, own, a, numbers, left)
+                self._streams |= {(a, n): s for n, s in zip(numbers, made, strict=True)}
+
+    def _receive(self, door: Door, streams: dict[Pair, list[int]]) -> None:
+        """Take the connections of the processes after this one, which have all connected."""
+        own, until = self.processes.of(self.world.rank), time.monotonic() + _ARRIVE_S
+        for (a, b), numbers in streams.items():
+            if a == own:
+                with self._explained(b):
+                    came = door.wait(b, numbers, max(0.0, until - time.monotonic()))
+                self._streams |= {(b, n): s for n, s in zip(numbers, came, strict=True)}
+
+    @contextmanager
+    def _explained(self, peer: int) -> Iterator[None]:
+        """A ConnectionError in here as a ConfigError that says between whom, and what to do."""
+        try:
+            yield
+        except ConnectionError as error:
+            own = self.processes.of(self.world.rank)
+            raise ConfigError(
+                f"process {own} (rank {self.world.rank}) is not connected to process {peer} "
+                f"(rank {self.processes.ranks[peer][0]}): {error}; GLOO_SOCKET_IFNAME names the "
+                "network interface to use, which must let TCP through at any port"
             ) from error
 
     def _link(self, wanted: list[Pair], timeout: float) -> None:
@@ -84,7 +118,8 @@ class Meeting:
                 side = pair.index(own)
                 peer = pair[1 - side]
                 stream, ranks = self._streams[peer, 0], where.ranks[peer]
-                link = Link(self.board, stream, side, self.world.rank, ranks, timeout)
+                with self._explained(peer):
+                    link = Link(self.board, stream, side, self.world.rank, ranks, timeout)
                 apart = where.hosts[peer] != where.hosts[own]
                 link.leads = peer == 0 and own in where.leaders and apart
                 self.links[peer] = link

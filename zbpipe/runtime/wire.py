@@ -11,19 +11,16 @@ import os
 import select
 import socket
 import struct
-import threading
-import time
-from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
-# What a connector says first: the pipeline's secret, from and to which process, which stream.
-_HELLO = struct.Struct("<32sIII")
-_WELCOME = b"zbpipe"
-_TRY_S = 5.0  # one address; on a network that works an answer takes milliseconds
+from ..errors import ConfigError
+
 # Addresses that nobody has (RFC 5737, RFC 3849): on the way there is the default route.
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
+_NAME_LIMIT = 15  # bytes: IFNAMSIZ of linux/if.h without the 0 at the end
+_USABLE = ("00", "10")  # scopes in /proc/net/if_inet6 (net/ipv6.h): global, host
 
 Address = tuple[list[str], int]  # hosts to try, port
 
@@ -99,9 +96,8 @@ def local_addresses() -> list[str]:
     be on different hosts.
     """
     found: list[str] = []
-    for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
-        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            found.append(_interface(probe, name.strip()))
+    with suppress(ConfigError):  # the door says so
+        found += named_addresses()
     master = os.environ.get("MASTER_ADDR", "")
     for target in (*([master] if master else []), *_ELSEWHERE):
         for family, kind, protocol, _, address in _resolve(target):
@@ -119,116 +115,29 @@ def _resolve(name: str) -> list[Any]:
         return []
 
 
-def _interface(probe: socket.socket, name: str) -> str:
+def named_addresses() -> list[str]:
+    """The addresses of the interfaces that GLOO_SOCKET_IFNAME names, IPv4 before IPv6.
+
+    Raises ConfigError where one is not there or has no address that other hosts can use.
+    """
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+    return [_interface(name) for name in map(str.strip, names) if name]
+
+
+def _interface(name: str) -> str:
     import fcntl
 
-    request = struct.pack("256s", name.encode()[:15])
-    return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
-
-
-class Door:
-    """Where other processes connect to this one; open while a pipeline is being connected."""
-
-    def __init__(self, own: int, secret: bytes) -> None:
-        """`own`: this process's number; `secret`: 32 bytes that only the pipeline's know."""
-        self._own, self._secret = own, secret
-        if socket.has_dualstack_ipv6():
-            self._socket = socket.create_server(
-                ("", 0), family=socket.AF_INET6, dualstack_ipv6=True
-            )
-        else:
-            self._socket = socket.create_server(("", 0))
-        self._came: dict[tuple[int, int], Stream] = {}
-        self._arrival = threading.Condition()
-        self._thread = threading.Thread(target=self._accept, name="zbpipe door", daemon=True)
-        self._thread.start()
-
-    @property
-    def address(self) -> Address:
-        return local_addresses(), self._socket.getsockname()[1]
-
-    def wait(self, wanted: Collection[tuple[int, int]], seconds: float) -> dict[Any, Stream]:
-        """The streams (process, number) that came. Raises ConnectionError if one does not."""
-        with self._arrival:
-            if not self._arrival.wait_for(lambda: self._came.keys() >= {*wanted}, seconds):
-                missing = min({*wanted} - self._came.keys())
-                raise ConnectionError(f"process {missing[0]} did not connect in {seconds:g} s")
-            came, self._came = self._came, {}
-            return came
-
-    def close(self) -> None:
-        """Let nobody in any more."""
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
-        self._socket.close()
-        for stream in self._came.values():
-            stream.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:  # the door was closed
-                return
-            try:
-                self._admit(connection)
-            except (OSError, ValueError):  # a stranger, or one who went: there may be others
-                connection.close()
-
-    def _admit(self, connection: socket.socket) -> None:
-        connection.settimeout(_TRY_S)
-        said = b""
-        while len(said) < _HELLO.size:
-            part = connection.recv(_HELLO.size - len(said))
-            if not part:
-                raise ConnectionError("said nothing")
-            said += part
-        secret, source, target, number = _HELLO.unpack(said)
-        if secret != self._secret or target != self._own:
-            raise ValueError("not of this pipeline")
-        connection.sendall(_WELCOME)
-        with self._arrival:
-            before = self._came.pop((source, number), None)
-            if before is not None:  # it tried again, by another address
-                before.close()
-            self._came[source, number] = Stream(connection)
-            self._arrival.notify_all()
-
-
-def connect(
-    address: Address, secret: bytes, own: int, peer: int, numbers: Sequence[int], seconds: float
-) -> list[Stream]:
-    """Streams to process `peer`, one a number. Raises ConnectionError where no address answers."""
-    hosts, port = address
-    until, tried = time.monotonic() + seconds, []
-    for host in hosts:
-        made: list[Stream] = []
-        try:
-            for number in numbers:
-                made.append(_knock((host, port), _HELLO.pack(secret, own, peer, number)))
-        except OSError as error:
-            for stream in made:
-                stream.close()
-            tried.append(f"{host}: {error}")
-            if time.monotonic() > until:
-                break
-        else:
-            return made
-    raise ConnectionError(f"no answer at port {port} of {'; '.join(tried)}")
-
-
-def _knock(address: tuple[str, int], hello: bytes) -> Stream:
-    connection = socket.create_connection(address, _TRY_S)
-    try:
-        connection.sendall(hello)
-        answer = b""
-        while len(answer) < len(_WELCOME):
-            part = connection.recv(len(_WELCOME) - len(answer))
-            if not part:
-                raise ConnectionError("is not of this pipeline")
-            answer += part
-    except BaseException:
-        connection.close()
-        raise
-    return Stream(connection)
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        if len(name.encode()) <= _NAME_LIMIT:
+            request = struct.pack("256s", name.encode())
+            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+    with suppress(OSError), open("/proc/net/if_inet6") as table:  # not there without IPv6
+        for address, _, _, scope, _, device in map(str.split, table):
+            if device == name and scope in _USABLE:
+                return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
+    there = [device for _, device in socket.if_nameindex()]
+    why = "has no address" if name in there else "is not there"
+    raise ConfigError(
+        f"GLOO_SOCKET_IFNAME = {os.environ['GLOO_SOCKET_IFNAME']!r}: the network interface {name} "
+        f"{why} on host {socket.gethostname()}; want one with an address, of {', '.join(there)}"
+    )
