@@ -87,6 +87,8 @@ class Meeting:
                 link = Link(self.board, stream, side, self.world.rank, ranks, timeout)
                 apart = where.hosts[peer] != where.hosts[own]
                 link.leads = peer == 0 and own in where.leaders and apart
+                if link.leads:  # a first step may be over before the next beat
+                    self.board.clock = link.clock
                 self.links[peer] = link
 
     def carry_off(self, pair: Pair, sender: Any) -> None:
