@@ -163,7 +163,7 @@ def test_a_report_tells_of_a_failure_and_of_nobody_who_lives_here() -> None:
 
 
 _ROW = struct.Struct("@iIIIqqiic??")  # board_report.cpp: Board::Row
-_COUNTS = 4000
+_COUNTS = 16_000
 
 
 def _rows(text: bytes, size: int) -> list[tuple[Any, ...]]:

@@ -16,7 +16,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -84,6 +84,7 @@ class Link:
         self._message = bytearray(_HEAD.size + len(board.report()))
         self._voice = threading.Lock()
         self._leaving, self._peer_left = threading.Event(), threading.Event()
+        self._departed = False  # LEAVING was said
         self._answered, self._settled = threading.Event(), threading.Event()
         self._broken, self._over, self._closed = threading.Event(), threading.Event(), False
         self.outgoing: list[Outgoing] = []
@@ -129,26 +130,31 @@ class Link:
 
     def close(self) -> None:
         """End the connection, in order where it can be; every wait is bounded. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        if os.getpid() != self._pid:
-            return  # a forked child: the connection is its parent's
-        # Collected as garbage in a thread of some link, which is not to wait for this one.
-        if threading.current_thread().name.startswith("zbpipe"):
-            threading.Thread(target=self._close, daemon=True).start()
-        else:
-            self._close()
+        close_all([self])
 
-    def _close(self) -> None:
+    def claim(self) -> bool:
+        """True for the one who is to close it: once, and not in a forked child of the owner."""
+        first, self._closed = not self._closed, True
+        return first and os.getpid() == self._pid
+
+    def depart(self) -> None:
+        """The first part of an end: say that it comes, where all is well."""
+        if self._threads and not self._over.is_set() and not self._board.watch(0):
+            self._leave()
+
+    def part(self, until: float) -> None:
+        """The second: let the peer answer until then (of time.monotonic)."""
         if self._threads and not self._over.is_set():
-            if not self._board.watch(0):
-                self._leave()
             if self._board.watch(0):
-                self._settled.wait(_ANSWER_S)
+                self._settled.wait(max(0.0, until - time.monotonic()))
+            elif self._departed:
+                self._answered.wait(max(0.0, until - time.monotonic()))
         self._end()
+
+    def free(self, until: float) -> None:
+        """The last: give everything back once no thread uses it, if none does by then."""
         for thread in self._threads:
-            thread.join(_ANSWER_S)
+            thread.join(max(0.0, until - time.monotonic()))
         if any(thread.is_alive() for thread in self._threads):
             return  # what it uses stays
         streams = self._streams()
@@ -159,7 +165,7 @@ class Link:
             stream.close()
 
     def _leave(self) -> None:
-        """Carry off what was published, say so, and wait until the peer has it."""
+        """Carry off what was published, and when the peer has it, say so."""
         for one in self.outgoing:
             one.finish()
         deadline, count = 0.0, [-1]
@@ -180,11 +186,9 @@ class Link:
             return
         self._leaving.set()
         try:
-            said = self._say(_LEAVING, _ANSWER_S)
+            self._departed = self._say(_LEAVING, _ANSWER_S)
         except ConnectionError:
-            return
-        if said:
-            self._answered.wait(_ANSWER_S)
+            return  # and `_listen` finds the end
 
     def _end(self) -> None:
         self._over.set()
@@ -303,3 +307,24 @@ class Link:
             self._board.clock = self.clock
         self._board.adopt(bytes(self._message[_HEAD.size :]))
         return int(what)
+
+
+def close_all(links: Iterable[Link]) -> None:
+    """End them all, and wait for the peers' answers at the same time."""
+    ours = [link for link in links if link.claim()]
+    # Collected as garbage in a thread of some link, which is not to wait for this one.
+    if threading.current_thread().name.startswith("zbpipe"):
+        threading.Thread(target=_close_all, args=(ours,), daemon=True).start()
+    else:
+        _close_all(ours)
+
+
+def _close_all(links: list[Link]) -> None:
+    for link in links:
+        link.depart()
+    until = time.monotonic() + _ANSWER_S
+    for link in links:
+        link.part(until)
+    until = time.monotonic() + _ANSWER_S
+    for link in links:
+        link.free(until)

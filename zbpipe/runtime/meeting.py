@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from . import hosts
 from .bridge import Incoming, Outgoing
 from .hosts import Pair, Processes
-from .link import Link
+from .link import Link, close_all
 from .wire import Address, Door, Stream, connect
 from .world import World
 
@@ -112,8 +112,7 @@ class Meeting:
 
     def close(self) -> None:
         """End all links, in order where that can be."""
-        for link in self.links.values():
-            link.close()
+        close_all(self.links.values())
 
 
 def meet(world: World, on_cuda: bool) -> Meeting:
