@@ -57,7 +57,9 @@ Board::Board(std::shared_ptr<File> file, int ranks)
 
 // A new memfd reads as zeros, which is the first state of every atomic here.
 std::shared_ptr<Board> Board::create(int ranks) {
-  return std::shared_ptr<Board>(new Board(File::create("zbpipe-board"), ranks));
+  std::shared_ptr<Board> board(new Board(File::create("zbpipe-board"), ranks));
+  board->make_lock();
+  return board;
 }
 
 std::shared_ptr<Board> Board::open(int pid, int fd, int ranks) {
@@ -71,8 +73,9 @@ int Board::fd() const {
 
 void Board::touch(int rank, State state) {
   entry(rank).since.store(now_ns(), std::memory_order_relaxed);
-  entry(rank).changes.fetch_add(1, std::memory_order_relaxed);
   entry(rank).state.store(state, std::memory_order_release);
+  // Last: whoever reads this number reads what it counts, or newer (`report`).
+  entry(rank).changes.fetch_add(1, std::memory_order_release);
 }
 
 void Board::enter(int rank) {
@@ -92,6 +95,10 @@ void Board::begin_step(int rank) {
 void Board::end_step(int rank) {
   entry(rank).steps.fetch_add(1, std::memory_order_release);
   touch(rank, kOutside);
+}
+
+uint32_t Board::changes(int rank) const {
+  return entry(rank).changes.load(std::memory_order_acquire);
 }
 
 uint32_t Board::steps(int rank) const { return entry(rank).steps.load(std::memory_order_acquire); }

@@ -6,6 +6,8 @@
 /// clock.
 #pragma once
 
+#include <pthread.h>
+
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -50,6 +52,8 @@ class Board {
   void begin_step(int rank);
   void end_step(int rank);
   uint32_t steps(int rank) const;
+  /// How often what `rank` does has changed; wraps.
+  uint32_t changes(int rank) const;
   /// Publishes what the compute lane of `rank` does from now on.
   void running(int rank, const Tag& tag);
   void waiting(int rank);
@@ -98,6 +102,7 @@ class Board {
     char cause;
     char message[3072];
     std::atomic<int64_t> clock;
+    pthread_mutex_t adopting;  // robust: who holds it may be killed
   };
   struct Entry {
     Word state;
@@ -115,11 +120,14 @@ class Board {
     std::atomic<int64_t> heard;   // only of ranks elsewhere: when something last was
   };
   struct Row;
+  class Adopting;
   struct Report;
 
   Board(std::shared_ptr<File> file, int ranks);
   Entry& entry(int rank) const { return entries_[rank]; }
   Tag tag_of(int rank) const;
+  void make_lock();
+  void adopt(const Row& row);
   void touch(int rank, State state);
   bool gone(int rank) const;
   /// Why a rank that is gone is.

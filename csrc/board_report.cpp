@@ -1,4 +1,6 @@
+#include <errno.h>
 #include <string.h>
+#include <time.h>
 
 #include <algorithm>
 
@@ -23,6 +25,45 @@ struct Board::Report {
   Tag tag;
   char cause;
   char message[sizeof(Head::message)];
+};
+
+void Board::make_lock() {
+  pthread_mutexattr_t kind;
+  pthread_mutexattr_init(&kind);
+  pthread_mutexattr_setpshared(&kind, PTHREAD_PROCESS_SHARED);
+  pthread_mutexattr_setrobust(&kind, PTHREAD_MUTEX_ROBUST);
+  int rc = pthread_mutex_init(&head_->adopting, &kind);
+  pthread_mutexattr_destroy(&kind);
+  ZB_CHECK(rc == 0, "a mutex that processes share");
+}
+
+/// Holds the lock of those who adopt, where `held`. They need microseconds, unless one was stopped
+/// meanwhile: nobody waits for that, since the next report brings the same and more.
+class Board::Adopting {
+ public:
+  explicit Adopting(pthread_mutex_t& mutex) : mutex_(mutex) {
+    constexpr int kTries = 500;  // 50 ms, half of the time between two reports
+    for (int i = 0; i < kTries; ++i) {
+      int rc = pthread_mutex_trylock(&mutex_);
+      // Who held it was killed: the row it left half written is as old as its number says, or
+      // newer.
+      if (rc == EOWNERDEAD) rc = pthread_mutex_consistent(&mutex_);
+      held = rc == 0;
+      if (held) return;
+      timespec t = to_timespec(100'000);
+      nanosleep(&t, nullptr);
+    }
+  }
+  ~Adopting() {
+    if (held) pthread_mutex_unlock(&mutex_);
+  }
+  Adopting(const Adopting&) = delete;
+  Adopting& operator=(const Adopting&) = delete;
+
+  bool held = false;
+
+ private:
+  pthread_mutex_t& mutex_;
 };
 
 void Board::place_elsewhere(int rank) {
@@ -76,29 +117,36 @@ std::string Board::report() const {
   return out;
 }
 
+void Board::adopt(const Row& row) {
+  Entry& e = entry(row.rank);
+  int64_t now = now_ns();
+  e.heard.store(now);
+  // A rank is heard of over several connections: the older word does not overwrite the newer.
+  if (!reached(row.changes, e.changes.load(std::memory_order_acquire))) return;
+  if (reached(row.steps, steps(row.rank))) e.steps.store(row.steps, std::memory_order_release);
+  e.since.store(now - row.since, std::memory_order_relaxed);
+  e.seen.store(now - row.seen, std::memory_order_relaxed);
+  e.stage.store(row.stage, std::memory_order_relaxed);
+  e.microbatch.store(row.microbatch, std::memory_order_relaxed);
+  e.kind.store(row.kind, std::memory_order_relaxed);
+  e.state.store(row.state, std::memory_order_release);
+  if (row.dead) e.lost.store(kDead);
+  e.changes.store(row.changes, std::memory_order_release);
+}
+
 void Board::adopt(const std::string& report) {
   ZB_CHECK(report.size() == sizeof(Report) + ranks_ * sizeof(Row), "a report of another board");
   Report head;
   memcpy(&head, report.data(), sizeof(head));
   ZB_CHECK(head.ranks == ranks_, "a report of another board");
-  for (int r = 0; r < ranks_; ++r) {
-    Row row;
-    memcpy(&row, report.data() + sizeof(head) + r * sizeof(row), sizeof(row));
-    Entry& e = entry(r);
-    if (!row.told || !e.elsewhere) continue;
-    int64_t now = now_ns();
-    e.heard.store(now);
-    // A rank is heard of over several connections: the older word does not overwrite the newer.
-    if (!reached(row.changes, e.changes.load(std::memory_order_acquire))) continue;
-    e.changes.store(row.changes, std::memory_order_relaxed);
-    if (reached(row.steps, steps(r))) e.steps.store(row.steps, std::memory_order_release);
-    e.since.store(now - row.since, std::memory_order_relaxed);
-    e.seen.store(now - row.seen, std::memory_order_relaxed);
-    e.stage.store(row.stage, std::memory_order_relaxed);
-    e.microbatch.store(row.microbatch, std::memory_order_relaxed);
-    e.kind.store(row.kind, std::memory_order_relaxed);
-    e.state.store(row.state, std::memory_order_release);
-    if (row.dead) e.lost.store(kDead);
+  {
+    Adopting lock(head_->adopting);
+    for (int r = 0; r < ranks_ && lock.held; ++r) {
+      Row row;
+      memcpy(&row, report.data() + sizeof(head) + r * sizeof(row), sizeof(row));
+      row.rank = r;
+      if (row.told && entry(r).elsewhere) adopt(row);
+    }
   }
   if (head.rank < 0) return;
   head.message[sizeof(head.message) - 1] = 0;

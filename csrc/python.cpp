@@ -252,6 +252,22 @@ void bind_channels(py::module_& m) {
   });
 }
 
+// Both look into /proc or wait for other processes of the host.
+py::bytes report(const Board& board) {
+  std::string said;
+  {
+    py::gil_scoped_release release;
+    said = board.report();
+  }
+  return py::bytes(said);
+}
+
+void adopt(Board& board, const py::bytes& report) {
+  std::string said = report;
+  py::gil_scoped_release release;
+  board.adopt(said);
+}
+
 void bind_board(py::module_& m) {
   py::class_<Board, std::shared_ptr<Board>>(m, "Board")
       .def_static("create", &Board::create, py::arg("ranks"))
@@ -260,9 +276,10 @@ void bind_board(py::module_& m) {
       .def("seal", &Board::seal)
       .def("steps", &Board::steps)
       .def("place_elsewhere", &Board::place_elsewhere, py::arg("rank"))
-      .def("report", [](const Board& board) { return py::bytes(board.report()); })
-      .def("adopt", [](Board& board, const py::bytes& report) { board.adopt(report); })
-      .def("lose", &Board::lose, py::arg("rank"))
+      .def("report", &report)
+      .def("adopt", &adopt, py::arg("report"))
+      .def("changes", &Board::changes, py::arg("rank"))
+      .def("lose", &Board::lose, py::arg("rank"), py::call_guard<py::gil_scoped_release>())
       .def_property("clock", &Board::clock, &Board::set_clock)
       .def(
           "watch",

@@ -42,6 +42,8 @@ void Sender::ensure(Extent& extent, size_t bytes) {
 }
 
 char* Sender::room(int slot, size_t header, size_t carried) {
+  ZB_CHECK(header <= detail::kMostHeader && carried <= detail::kMostPayload,
+           "a message is larger than memory");
   Extent& extent = extents_.at(slot);
   ensure(extent, std::max<size_t>(round_up(header, kPayloadAlign) + carried, 1));
   return extent.map->data();

@@ -48,6 +48,8 @@ struct alignas(64) SlotState {
   alignas(64) Word free;
 };
 constexpr size_t kPayloadAlign = 64;
+constexpr size_t kMostHeader = UINT32_MAX;        // what SlotState can say
+constexpr size_t kMostPayload = size_t{1} << 46;  // half of what a process can address, x86-64
 }  // namespace detail
 
 class Sender {

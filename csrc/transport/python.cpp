@@ -43,6 +43,7 @@ void bind_relay(py::module_& m) {
   py::class_<Outlet, std::shared_ptr<Outlet>>(m, "Outlet")
       .def(py::init<std::shared_ptr<Board>, int, std::shared_ptr<Sender>>(), py::arg("board"),
            py::arg("rank"), py::arg("sender"))
+      .def_property_readonly("rank", &Outlet::rank)
       .def("take", &take, py::arg("seconds"))
       .def("done", &Outlet::done, py::arg("slot"))
       .def("finish", &Outlet::finish)
@@ -50,6 +51,7 @@ void bind_relay(py::module_& m) {
   py::class_<Inlet, std::shared_ptr<Inlet>>(m, "Inlet")
       .def(py::init<std::shared_ptr<Board>, int, int>(), py::arg("board"), py::arg("rank"),
            py::arg("slots"))
+      .def_property_readonly("rank", &Inlet::rank)
       .def_property_readonly("fd", &Inlet::fd)
       .def("room", &room, py::arg("slot"), py::arg("header"), py::arg("payload"),
            py::arg("carried"), py::arg("seconds"))

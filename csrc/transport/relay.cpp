@@ -20,7 +20,7 @@ Outlet::Outlet(std::shared_ptr<Board> board, int rank, std::shared_ptr<Sender> s
       sender_(std::move(sender)),
       queue_(std::make_shared<Queue>(sender_->slots())) {
   sender_->watch([queue = queue_](int slot) {
-    uint32_t n = queue->published.load(std::memory_order_relaxed);
+    uint64_t n = queue->published.load(std::memory_order_relaxed);
     queue->order[n % queue->order.size()].store(slot, std::memory_order_relaxed);
     queue->published.store(n + 1, std::memory_order_release);
     queue->bell.fetch_add(1, std::memory_order_release);
@@ -35,7 +35,7 @@ std::optional<Parcel> Outlet::take(int64_t ns) {
   while (true) {
     uint32_t bell = queue_->bell.load(std::memory_order_acquire);
     if (board_->aborted()) return std::nullopt;
-    if (reached(queue_->published.load(std::memory_order_acquire), taken_ + 1)) break;
+    if (queue_->published.load(std::memory_order_acquire) > taken_) break;
     int64_t left = end - now_ns();
     if (queue_->ending || left <= 0) return std::nullopt;
     futex_wait(queue_->bell, bell, std::min(left, kSliceNs));
@@ -73,6 +73,9 @@ Inlet::Inlet(std::shared_ptr<Board> board, int rank, int slots)
 std::optional<Parcel> Inlet::room(int slot, size_t header, size_t payload, size_t carried,
                                   int64_t ns) {
   ZB_CHECK(slot >= 0 && slot < sender_.slots(), "a message for a slot that is not there");
+  ZB_CHECK(header <= detail::kMostHeader && payload <= detail::kMostPayload,
+           "a message of " + std::to_string(header) + " and " + std::to_string(payload) +
+               " bytes, which is more than fits into memory");
   ZB_CHECK(carried == 0 || carried == payload, "a message carries all of its payload or nothing");
   int64_t end = now_ns() + ns;
   const Word& free = sender_.state(slot).free;

@@ -34,6 +34,8 @@ class Outlet {
   Outlet(std::shared_ptr<Board> board, int rank, std::shared_ptr<Sender> sender);
   ~Outlet();
 
+  int rank() const { return rank_; }
+
   /// The next message in the order of publishing. Nothing where `ns` are over, the board is
   /// aborted, or all has been taken after `finish`.
   std::optional<Parcel> take(int64_t ns);
@@ -48,7 +50,7 @@ class Outlet {
   /// Outlives the Outlet where the channel does.
   struct Queue {
     explicit Queue(int slots) : order(slots) {}
-    Word published{0};
+    std::atomic<uint64_t> published{0};   // never wraps, so that it can count round the ring
     std::vector<std::atomic<int>> order;  // a ring: a slot is in it once at most
     std::atomic<bool> ending{false};
     Word bell{0};
@@ -57,7 +59,7 @@ class Outlet {
   int rank_;
   std::shared_ptr<Sender> sender_;
   std::shared_ptr<Queue> queue_;
-  uint32_t taken_ = 0;
+  uint64_t taken_ = 0;
 };
 
 class Inlet {
@@ -65,9 +67,10 @@ class Inlet {
   /// `rank`: the receiving one.
   Inlet(std::shared_ptr<Board> board, int rank, int slots);
 
+  int rank() const { return rank_; }
   int fd() const { return sender_.fd(); }
   /// Room for a message, once the receiver has let go of the slot's last one. Nothing where `ns`
-  /// are over, the board is aborted, or after `finish`.
+  /// are over, the board is aborted, or after `finish`. Throws on sizes that no message has.
   std::optional<Parcel> room(int slot, size_t header, size_t payload, size_t carried, int64_t ns);
   /// The room has been filled: the receiver may read.
   void commit(const Parcel& parcel);

@@ -138,7 +138,8 @@ def test_a_rank_that_dies_is_named_on_every_other(tmp_path, hosts, where) -> Non
 def test_a_process_that_does_not_run_is_named_on_every_other(tmp_path, hosts, where) -> None:
     rest = _FrozenRank(where)
     outcomes = on_hosts(tmp_path, rest, hosts, len(hosts))
-    outcomes.pop(where)
+    frozen = outcomes.pop(where)
+    assert type(frozen.error) is StageError, frozen.trace
     for outcome in outcomes:
         error = outcome.error
         assert type(error) is StageError, outcome.trace
@@ -160,6 +161,62 @@ class _FrozenRank:
         finally:
             if rank == (self.where + 1) % size:
                 os.kill(pids[self.where], signal.SIGCONT)
+
+
+def _sever(pipe: zbpipe.Pipeline, carriers: str) -> None:
+    """End one stream of messages, and nothing else."""
+    (link,) = pipe._crew._meeting.links.values()
+    getattr(link, carriers)[0].stream.sever()
+
+
+def _severed(rank: int, carriers: str, within: bool) -> None:
+    """Rank 1 loses a stream after the first step, or in the second one."""
+    pipes: list[zbpipe.Pipeline] = []
+    model = layers()
+    model.insert(2, Fails(lambda: _sever(pipes[0], carriers), False, 1 if within else 99))
+    pipes.append(wrapped(model, partition=[2, 3]))
+    pipes[0].step(X, target=Y)
+    if rank == 1 and not within:
+        _sever(pipes[0], carriers)
+    dist.barrier()
+    try:
+        for _ in range(2):
+            pipes[0].step(X, target=Y)
+    finally:
+        pipes[0].close()
+        assert python_threads() == []
+
+
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("carriers", ["outgoing", "incoming"])
+def test_a_stream_that_breaks_alone_is_named_on_every_host(tmp_path, carriers, within) -> None:
+    pair = (1, 0) if carriers == "outgoing" else (0, 1)
+    for outcome in on_hosts(tmp_path, _severed, "ab", carriers, within):
+        error = outcome.error
+        assert type(error) is StageError, outcome.trace
+        assert error.rank == pair[0]
+        assert error.cause.startswith("the connection from rank {} to rank {} broke".format(*pair))
+
+
+def _loses_the_last(rank: int) -> None:
+    """Rank 1 is through and closes, but its last messages are lost."""
+    pipes: list[zbpipe.Pipeline] = []
+    last = Fails(lambda: _sever(pipes[0], "outgoing"), False, 0)
+    last.left = 4
+    model = layers()
+    model.insert(2, last)
+    pipes.append(wrapped(model, partition=[2, 3]))
+    try:
+        pipes[0].step(X, target=Y)
+    finally:
+        pipes[0].close()
+        assert python_threads() == []
+
+
+def test_an_end_with_messages_lost_is_no_end_in_order(tmp_path) -> None:
+    waits, _ = on_hosts(tmp_path, _loses_the_last, "ab")
+    assert type(waits.error) is StageError, waits.trace
+    assert "from rank 1 to rank 0 broke" in waits.error.cause
 
 
 def test_ctrl_c_on_one_host_ends_all(tmp_path) -> None:

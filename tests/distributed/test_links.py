@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hosting import python_threads
@@ -18,7 +20,7 @@ from hypothesis import strategies as st
 from crews import Relay, crew_of, forked, lane_threads, shared_files
 from zbpipe import _native
 from zbpipe.program import compile
-from zbpipe.runtime import hosts
+from zbpipe.runtime import hosts, link
 from zbpipe.runtime.hosts import Processes, group
 from zbpipe.runtime.link import Clock
 from zbpipe.schedule import build
@@ -63,14 +65,13 @@ def _late_reader(world):
         relay(index)
 
     crew.run(loaded, {world.rank: slow})
-    before = time.monotonic()
     crew.close()
-    return time.monotonic() - before
+    return len(relay.order)
 
 
 def test_what_was_sent_before_a_close_still_arrives() -> None:
     for outcome in forked(_late_reader, 2):
-        outcome.get()
+        assert outcome.get() == 12  # F and, to pass the loss back, I of six microbatches
 
 
 def test_a_header_that_is_announced_is_carried_without_its_payload() -> None:
@@ -109,6 +110,11 @@ def test_a_place_is_given_when_the_last_message_was_let_go_of() -> None:
         inlet.room(1, 3, 5, 5, 0.05)
     with pytest.raises(RuntimeError, match="all of its payload or nothing"):
         inlet.room(0, 3, 5, 4, 0.05)
+    free = _native.Inlet(board, 1, 1)
+    for header, payload in [(1 << 32, 0), (0, (1 << 63) + 1), (3, 2**64 - 1)]:
+        for carried in (0, payload):
+            with pytest.raises(RuntimeError, match="more than fits into memory"):
+                free.room(0, header, payload, carried, 0.05)
 
 
 @pytest.mark.parametrize("end", ["abort", "finish"])
@@ -155,6 +161,45 @@ def test_a_report_tells_of_a_failure_and_of_nobody_who_lives_here() -> None:
         here.adopt(_native.Board.create(2).report())
 
 
+_ROW = struct.Struct("@iIIIqqiic??")  # board_report.cpp: Board::Row
+_COUNTS = 16_000
+
+
+def _rows(text: bytes, size: int) -> list[tuple[Any, ...]]:
+    step = _ROW.size + -_ROW.size % 8
+    start = len(text) - size * step
+    return [_ROW.unpack_from(text, start + rank * step) for rank in range(size)]
+
+
+def _adopts(world: Any, numbers: range) -> Any:
+    """Rank 0 opens a board, both adopt what was said of rank 2 at odd, or even, times."""
+    own = _native.Board.create(3)
+    pid, fd = world.gather((os.getpid(), own.fd))[0]
+    board = own if world.rank == 0 else _native.Board.open(pid, fd, 3)
+    if world.rank == 0:
+        board.place_elsewhere(2)
+    text = bytearray(_native.Board.create(3).report())
+    at = len(text) - _ROW.size - -_ROW.size % 8
+    wrong = 0
+    for count in numbers:
+        # Of two reports, one to each process, the newer has to stay.
+        own_count = 2 * count + (count + world.rank) % 2
+        row = (2, own_count, 0, own_count, 0, 0, own_count, own_count, b"F", True, False)
+        _ROW.pack_into(text, at, *row)
+        world.gather(None)
+        board.adopt(bytes(text))
+        world.gather(None)
+        _, state, _, changes, _, _, stage, microbatch, *_ = _rows(board.report(), 3)[2]
+        wrong += {state, changes, stage, microbatch} != {2 * count + 1}
+        assert board.changes(2) == changes
+    return wrong
+
+
+def test_an_older_word_never_overwrites_a_newer_one_of_another_process() -> None:
+    for outcome in forked(_adopts, 2, range(1, _COUNTS)):
+        assert outcome.get() == 0
+
+
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=8), st.data())
 def test_processes_of_one_host_reach_each_other_both_ways(ids, data) -> None:
     everybody = range(len(ids))
@@ -196,6 +241,38 @@ def test_a_clock_is_known_to_half_a_round_trip(offset, trips) -> None:
         clock.hear(sent + out + pause + offset, sent, sent + out + offset, heard)
         now = heard
     assert abs(clock.offset - offset) <= min(out + back for out, _, back in trips) / 2 + 1
+
+
+_SHIFT = 10**15  # some eleven days, in ns
+
+
+class _ShiftedTime:
+    """What link.py sees of `time` on a host whose clock is ahead."""
+
+    def __init__(self) -> None:
+        self.monotonic = time.monotonic
+
+    def monotonic_ns(self) -> int:
+        return time.monotonic_ns() + _SHIFT
+
+
+def _clock_of(world: Any) -> tuple[float, float]:
+    """Seconds to add to this host's clock, as known before the first beat."""
+    os.environ["ZBPIPE_HOST"] = str(world.rank)
+    if world.rank == 1:
+        link.time = _ShiftedTime()
+    began = time.monotonic()
+    crew = crew_of(world, compile(build("1f1b", 2, 2)))
+    found, took = crew.clock, time.monotonic() - began
+    crew.close()
+    return found, took
+
+
+def test_clocks_of_hosts_are_compared_before_anything_runs() -> None:
+    (lead, _), (other, took) = [outcome.get() for outcome in forked(_clock_of, 2)]
+    assert lead == 0
+    # No round trip took longer than all of them.
+    assert abs(other + _SHIFT / 1e9) <= took
 
 
 def test_what_another_process_holds_is_only_looked_at() -> None:

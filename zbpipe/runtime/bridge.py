@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import struct
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from .wire import Stream
 
-# slot, header, payload, carried (bytes); a slot of -1: there is no more.
+# slot, header, payload, carried (bytes), or a word in place of a slot.
 _HEAD = struct.Struct("<iQQQ")
+_NO_MORE, _STILL_HERE = -1, -2
 _GOT_ALL = b"."
-# Both ends wake by themselves when there is something to do.
+# Both ends wake by themselves when there is something to do. As often, an idle stream says that it
+# is still used: firewalls and address translation forget those that are silent for minutes.
 _LOOK_S = 5.0
 
 
@@ -47,14 +50,19 @@ class Outgoing:
             if self._stopped or self._board.watch(0):
                 return
             if parcel is None:
+                self.stream.send(_HEAD.pack(_STILL_HERE, 0, 0, 0))
                 continue
             row = (parcel.slot, parcel.header, parcel.payload, parcel.carried)
             self.stream.send(_HEAD.pack(*row), parcel.memory)
             self._outlet.done(parcel.slot)
             self.carried += 1
-        self.stream.send(_HEAD.pack(-1, 0, 0, 0))
+        self.stream.send(_HEAD.pack(_NO_MORE, 0, 0, 0))
         self.stream.receive(bytearray(_GOT_ALL))
         self.arrived = True
+
+    def route(self, peers: Sequence[int]) -> tuple[int, str]:
+        """The rank that sends, and from and to whom; `peers`: the other process's ranks."""
+        return self._outlet.rank, f"from rank {self._outlet.rank} to {_one_of(peers)}"
 
     def finish(self) -> None:
         """No more will be published: end when all has been carried off."""
@@ -86,7 +94,9 @@ class Incoming:
         while not self._stopped:
             self.stream.receive(head)
             slot, *sizes = _HEAD.unpack(head)
-            if slot < 0:
+            if slot == _STILL_HERE:
+                continue
+            if slot == _NO_MORE:
                 self.stream.send(_GOT_ALL)
                 return
             parcel = self._room(slot, sizes)
@@ -94,6 +104,10 @@ class Incoming:
                 return
             self.stream.receive(parcel.memory)
             self._inlet.commit(parcel)
+
+    def route(self, peers: Sequence[int]) -> tuple[int, str]:
+        """As Outgoing's."""
+        return peers[0], f"from {_one_of(peers)} to rank {self._inlet.rank}"
 
     def _room(self, slot: int, sizes: list[int]) -> Any:
         """The message's place, once the rank has let go of the one before; None when stopped."""
@@ -107,3 +121,9 @@ class Incoming:
         """End now; what waits on the stream is woken by its end."""
         self._stopped = True
         self._inlet.finish()
+
+
+def _one_of(ranks: Sequence[int]) -> str:
+    """`ranks` of one process, one of which is meant."""
+    first, *more = map(str, ranks)
+    return f"one of ranks {', '.join([first, *more])}" if more else f"rank {first}"

@@ -16,7 +16,8 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from . import control
@@ -28,6 +29,7 @@ _BEAT_S = 0.1
 # than a busy process may keep its threads from running, shorter than anybody's patience.
 _ANSWER_S = 2.0
 _NEWS_S = 1.0
+_SLICE_S = 0.02
 _SETTLE_S = 10.0  # after an abort, where nobody waits for the end but threads of our own
 _MEET_S = 30.0  # both sides are there when they meet
 _LOOKS = 8  # at the peer's clock, to begin with
@@ -82,8 +84,9 @@ class Link:
         self._message = bytearray(_HEAD.size + len(board.report()))
         self._voice = threading.Lock()
         self._leaving, self._peer_left = threading.Event(), threading.Event()
+        self._departed = False  # LEAVING was said
         self._answered, self._settled = threading.Event(), threading.Event()
-        self._over, self._closed = threading.Event(), False
+        self._broken, self._over, self._closed = threading.Event(), threading.Event(), False
         self.outgoing: list[Outgoing] = []
         self.incoming: list[Incoming] = []
         self._threads: list[threading.Thread] = []
@@ -107,40 +110,51 @@ class Link:
     def start(self) -> None:
         """Begin to speak, to listen and to carry messages."""
         self._heard = time.monotonic()
-        for name, job in (
+        jobs: list[tuple[str, Callable[[], None]]] = [
             ("speak", self._speak),
             ("listen", self._listen),
-            *(("carry off", one.run) for one in self.outgoing),
-            *(("bring", one.run) for one in self.incoming),
-        ):
-            # Daemons: what ends them is `close`, which runs at exit, after threading's own joins.
-            thread = threading.Thread(
-                target=self._guarded, args=(job,), name=f"zbpipe {name}", daemon=True
-            )
-            self._threads.append(thread)
-            thread.start()
+            *(("carry off", partial(self._carry, one)) for one in self.outgoing),
+            *(("bring", partial(self._carry, one)) for one in self.incoming),
+        ]
+        try:
+            for name, job in jobs:
+                # Daemons: what ends them is `close`, which runs at exit, after threading's joins.
+                thread = threading.Thread(
+                    target=self._guarded, args=(job,), name=f"zbpipe {name}", daemon=True
+                )
+                thread.start()
+                self._threads.append(thread)
+        except BaseException:  # there are too many threads already
+            self._end()
+            raise
 
     def close(self) -> None:
         """End the connection, in order where it can be; every wait is bounded. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        if os.getpid() != self._pid:
-            return  # a forked child: the connection is its parent's
-        if threading.current_thread() in self._threads:  # collected as garbage in one of them
-            threading.Thread(target=self._close, daemon=True).start()
-        else:
-            self._close()
+        close_all([self])
 
-    def _close(self) -> None:
+    def claim(self) -> bool:
+        """True for the one who is to close it: once, and not in a forked child of the owner."""
+        first, self._closed = not self._closed, True
+        return first and os.getpid() == self._pid
+
+    def depart(self) -> None:
+        """The first part of an end: say that it comes, where all is well."""
+        if self._threads and not self._over.is_set() and not self._board.watch(0):
+            self._leave()
+
+    def part(self, until: float) -> None:
+        """The second: let the peer answer until then (of time.monotonic)."""
         if self._threads and not self._over.is_set():
-            if not self._board.watch(0):
-                self._leave()
             if self._board.watch(0):
-                self._settled.wait(_ANSWER_S)
+                self._settled.wait(max(0.0, until - time.monotonic()))
+            elif self._departed:
+                self._answered.wait(max(0.0, until - time.monotonic()))
         self._end()
+
+    def free(self, until: float) -> None:
+        """The last: give everything back once no thread uses it, if none does by then."""
         for thread in self._threads:
-            thread.join(_ANSWER_S)
+            thread.join(max(0.0, until - time.monotonic()))
         if any(thread.is_alive() for thread in self._threads):
             return  # what it uses stays
         streams = self._streams()
@@ -151,23 +165,30 @@ class Link:
             stream.close()
 
     def _leave(self) -> None:
-        """Carry off what was published, say so, and wait until the peer has it."""
+        """Carry off what was published, and when the peer has it, say so."""
         for one in self.outgoing:
             one.finish()
-        deadline, count = 0.0, -1
+        deadline, count = 0.0, [-1]
         while not all(one.over.wait(0.001) for one in self.outgoing):
-            now, carried = time.monotonic(), sum(one.carried for one in self.outgoing)
-            if carried != count:
-                deadline, count = now + self._timeout, carried
+            # A peer that reads slowly takes nothing for as long as it works on what it has.
+            now, moved = time.monotonic(), [self._board.changes(rank) for rank in self._peers]
+            moved += [one.carried for one in self.outgoing]
+            if moved != count:
+                deadline, count = now + self._timeout, moved
             silent = now - self._heard > self._timeout
             if silent or now > deadline or self._over.is_set() or self._board.watch(0):
                 return
+        if not all(one.arrived for one in self.outgoing):  # one broke: `_carry` says so
+            until = time.monotonic() + _ANSWER_S
+            while not self._ended() and time.monotonic() < until:
+                if self._board.watch(_SLICE_S):
+                    return
+            return
         self._leaving.set()
         try:
-            self._say(_LEAVING, _ANSWER_S)
+            self._departed = self._say(_LEAVING, _ANSWER_S)
         except ConnectionError:
-            return
-        self._answered.wait(_ANSWER_S)
+            return  # and `_listen` finds the end
 
     def _end(self) -> None:
         self._over.set()
@@ -187,19 +208,53 @@ class Link:
     def _guarded(self, job: Callable[[], None]) -> None:
         try:
             job()
-        except ConnectionError:
-            pass  # `_listen` sees the same, and says what it means
         except Exception as error:
             control.abort(self._board, self._rank, error)
 
+    def _carry(self, one: Outgoing | Incoming) -> None:
+        """A stream of messages may break alone: the way forgets it, or memory is short."""
+        try:
+            one.run()
+        except ConnectionError as error:
+            until = time.monotonic() + _NEWS_S
+            while time.monotonic() < until:
+                if self._ended() or self._board.watch(_SLICE_S):
+                    return  # that explains it
+            rank, route = one.route(self._peers)
+            self._board.abort(rank, cause="d", message=f"the connection {route} broke: {error}")
+
+    def _ended(self) -> bool:
+        """Whether the link ends already, for a reason that is known or that `_listen` finds."""
+        ends = (self._broken, self._over, self._leaving, self._peer_left)
+        return any(end.is_set() for end in ends)
+
     def _speak(self) -> None:
-        while not self._board.watch(_BEAT_S):
-            if self._over.is_set() or self._leaving.is_set() or self._peer_left.is_set():
+        try:
+            while not self._board.watch(_BEAT_S):
+                if self._ended():
+                    break
+                self._say(_ALIVE, 0.0)  # a peer that does not listen now does so later
+            else:
+                self._warn()
+        except ConnectionError:
+            self._stream.sever()  # so that `_listen` sees it, too
+        finally:
+            # A stream may be silent for ever: whoever waits on one ends with an abort.
+            carriers: list[Outgoing | Incoming] = [*self.outgoing, *self.incoming]
+            while not (aborted := self._board.watch(0)):
+                if all(one.over.is_set() for one in carriers):
+                    break
+                self._board.watch(_BEAT_S)
+            if aborted:
+                self._end()
+
+    def _warn(self) -> None:
+        """Tell the peer of the abort, and hear its own word."""
+        until = time.monotonic() + _SETTLE_S
+        while not self._say(_FAILED, _ANSWER_S):
+            if time.monotonic() > until or self._over.is_set():
                 return
-            self._say(_ALIVE, 0.0)  # a peer that does not listen now does so later
-        self._say(_FAILED, _ANSWER_S)
-        self._settled.wait(_SETTLE_S)
-        self._end()
+        self._settled.wait(max(0.0, until - time.monotonic()))
 
     def _listen(self) -> None:
         try:
@@ -213,6 +268,7 @@ class Link:
                     self._peer_left.set()
                     self._say(_HEARD, _ANSWER_S)
         except ConnectionError:
+            self._broken.set()
             self._explain()
         finally:
             self._over.set()
@@ -233,12 +289,14 @@ class Link:
 
     # --- what is said -----------------------------------------------------------------------------
 
-    def _say(self, what: int, seconds: float) -> None:
-        """Say it, unless the peer takes nothing within `seconds`."""
+    def _say(self, what: int, seconds: float) -> bool:
+        """Say it, unless the peer takes nothing within `seconds`. Returns whether it was said."""
         with self._voice:
-            if self._stream.writable(seconds):
-                head = _HEAD.pack(what, *self._clock.stamp())
-                self._stream.send(head, self._board.report())
+            if not self._stream.writable(seconds):
+                return False
+            head = _HEAD.pack(what, *self._clock.stamp())
+            self._stream.send(head, self._board.report())
+            return True
 
     def _hear(self) -> int:
         self._stream.receive(self._message)
@@ -249,3 +307,24 @@ class Link:
             self._board.clock = self.clock
         self._board.adopt(bytes(self._message[_HEAD.size :]))
         return int(what)
+
+
+def close_all(links: Iterable[Link]) -> None:
+    """End them all, and wait for the peers' answers at the same time."""
+    ours = [link for link in links if link.claim()]
+    # Collected as garbage in a thread of some link, which is not to wait for this one.
+    if threading.current_thread().name.startswith("zbpipe"):
+        threading.Thread(target=_close_all, args=(ours,), daemon=True).start()
+    else:
+        _close_all(ours)
+
+
+def _close_all(links: list[Link]) -> None:
+    for link in links:
+        link.depart()
+    until = time.monotonic() + _ANSWER_S
+    for link in links:
+        link.part(until)
+    until = time.monotonic() + _ANSWER_S
+    for link in links:
+        link.free(until)

@@ -16,7 +16,7 @@ from . import hosts
 from .bridge import Incoming, Outgoing
 from .door import Door, connect
 from .hosts import Pair, Processes
-from .link import Link
+from .link import Link, close_all
 from .wire import Address, Stream
 from .world import World
 
@@ -122,6 +122,8 @@ class Meeting:
                     link = Link(self.board, stream, side, self.world.rank, ranks, timeout)
                 apart = where.hosts[peer] != where.hosts[own]
                 link.leads = peer == 0 and own in where.leaders and apart
+                if link.leads:  # a first step may be over before the next beat
+                    self.board.clock = link.clock
                 self.links[peer] = link
 
     def carry_off(self, pair: Pair, sender: Any) -> None:
@@ -145,8 +147,7 @@ class Meeting:
 
     def close(self) -> None:
         """End all links, in order where that can be."""
-        for link in self.links.values():
-            link.close()
+        close_all(self.links.values())
 
 
 def meet(world: World, on_cuda: bool) -> Meeting:
