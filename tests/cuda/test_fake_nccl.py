@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from dataclasses import replace
 
 import pytest
 from faking import EARLY_RECORD, WAIT_EVENT, Fake, Gate, cuda_crew, run_relays
@@ -141,26 +140,40 @@ def test_a_whole_step_is_enqueued_while_the_device_stands_still(fake):
 
 
 def test_too_few_hardware_queues_are_refused(fake, monkeypatch):
-    fake(4)
-    with pytest.raises(ConfigError, match=r"CUDA_DEVICE_MAX_CONNECTIONS = 4: rank 1 has 5 lanes"):
+    fake(5)
+    with pytest.raises(ConfigError, match=r"CUDA_DEVICE_MAX_CONNECTIONS = 5: rank 1 has up to 6"):
         local(programs_of("1f1b", 3, 4))
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
     local(programs_of("1f1b", 3, 4))[0].close()
-    programs = programs_of("1f1b", 2, 2)
-    many = replace(programs.ranks[0], lanes=tuple(f"lane {i}" for i in range(9)))
-    with pytest.raises(ConfigError, match=r"is not set, which means 8: rank 0 has 9 lanes"):
-        check_queues([many, programs.ranks[1]])
+    every = {(a, b): "nccl" for a in range(5) for b in range(5) if a != b}
+    with pytest.raises(ConfigError, match=r"is not set, which means 8: rank 0 has up to 10 lanes"):
+        check_queues(every)
+    check_queues(dict.fromkeys(every, "ipc"))
 
 
 def few(world: World) -> None:
-    # Rank 0 has queues enough for its own 3 lanes, and must refuse as well.
-    with pytest.raises(ConfigError, match="rank 1 has 5 lanes"):
+    if world.rank == 2:
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "5"
+    with pytest.raises(ConfigError, match="rank 1 has up to 6 lanes"):
         cuda_crew(world, programs_of("1f1b", 3, 4), transport="nccl")
 
 
-def test_too_few_hardware_queues_are_refused_on_every_rank(fake):
-    fake(4)
+def test_too_few_hardware_queues_of_one_process_are_refused_on_every_rank(fake):
+    fake(QUEUES)
     for outcome in forked(few, 3):
+        outcome.get()
+
+
+def without(world: World) -> None:
+    if world.rank == 1:
+        os.environ["ZBPIPE_NCCL"] = "/nowhere/libnccl.so.2"
+    with pytest.raises(ConfigError, match="NCCL could not be loaded"):
+        cuda_crew(world, programs_of("1f1b", 3, 4), transport="nccl")
+
+
+def test_a_process_without_nccl_is_an_error_on_every_rank(fake):
+    fake(QUEUES)
+    for outcome in forked(without, 3):
         outcome.get()
 
 

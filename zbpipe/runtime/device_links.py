@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from .. import _native
 from ..errors import ConfigError
-from ..program import Program
 
 Pair = tuple[int, int]
 
@@ -85,20 +84,24 @@ class DeviceLinks:
             time.sleep(0.001)
 
 
-def check_queues(programs: Iterable[Program]) -> None:
-    """Raises ConfigError where two lanes of one of these ranks must share a hardware queue.
+def check_queues(transports: Mapping[Pair, str]) -> None:
+    """Raises ConfigError where two lanes of a rank with NCCL links must share a hardware queue.
 
-    A send of NCCL occupies its queue until the receive has begun: two ranks that send to each other
-    would wait for ever.
+    `transports`: of all channels. A rank has a lane for each of its channels, one to compute and
+    one for tied gradients. A send of NCCL occupies its queue until the receive has begun: two ranks
+    that send to each other would wait for ever.
     """
+    by_nccl = {rank for pair, name in transports.items() if name == "nccl" for rank in pair}
+    if not by_nccl:
+        return
     given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     queues = int(given) if given.isdigit() else _QUEUES
-    most = max(programs, key=lambda program: len(program.lanes))
-    need = len(most.lanes)
-    if need > queues:
+    lanes = {rank: 2 + sum(rank in pair for pair in transports) for rank in sorted(by_nccl)}
+    rank = max(lanes, key=lambda r: lanes[r])
+    if lanes[rank] > queues:
         value = f"= {queues}" if given.isdigit() else f"is not set, which means {queues}"
         raise ConfigError(
-            f"CUDA_DEVICE_MAX_CONNECTIONS {value}: rank {most.rank} has {need} lanes and "
-            f"transfers by NCCL, which need a hardware queue each: set it to more than {need}, "
-            "at most to 32"
+            f"CUDA_DEVICE_MAX_CONNECTIONS {value}: rank {rank} has up to {lanes[rank]} lanes and "
+            "transfers by NCCL, which need a hardware queue each: set it to "
+            f"{lanes[rank]} or more, at most to 32"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from typing import Any
@@ -86,10 +86,26 @@ class Crew:
         self._check_transports(where)
         # Headers, and on the CPU all of a message, go over a link where no memory is shared.
         processes = self._meeting.processes
-        apart = sorted(pair for pair in slots if processes.apart(pair, where[pair]))
-        self._meeting.connect(apart, self._timeout)
+        apart = {pair for pair in slots if processes.apart(pair, where[pair])}
+        self._meeting.connect(sorted(apart), self._timeout)
+        parts = self.world.agree(lambda: self._offer(where, apart), "making channels")
+        everywhere = {pair: at for part in parts for pair, at in part.items()}
+
+        def accept() -> None:
+            try:
+                self._accept(where, apart, everywhere)
+            except Exception as error:
+                self.fail(self.world.rank, error)  # the others look for this while they wait
+                raise
+
+        # Nobody may leave before its channels have been opened.
+        self.world.agree(accept, "opening channels")
+
+    def _offer(self, where: Mapping[Pair, str], apart: Collection[Pair]) -> dict[Pair, Any]:
+        """Make the sending ends of this process; where the receivers find them."""
+        check_queues(where)
         made: dict[Pair, tuple[int, int, Any]] = {}
-        for pair, count in sorted(slots.items()):
+        for pair, count in sorted(self._slots.items()):
             if pair[0] in self.executors:
                 sender, offered = _native.Sender(count), None
                 self.executors[pair[0]].add_sender(sender)
@@ -98,10 +114,15 @@ class Crew:
                 if pair in apart:
                     self._meeting.carry_off(pair, sender)
                 made[pair] = (os.getpid(), sender.fd, offered)
-        everywhere = {pair: at for part in self.world.gather(made) for pair, at in part.items()}
-        for pair, count in sorted(slots.items(), key=lambda item: item[0][::-1]):
+        return made
+
+    def _accept(
+        self, where: Mapping[Pair, str], apart: Collection[Pair], found: Mapping[Pair, Any]
+    ) -> None:
+        """Open the receiving ends of this process, and wait until all ends are connected."""
+        for pair, count in sorted(self._slots.items(), key=lambda item: item[0][::-1]):
             if pair[1] in self.executors:
-                pid, fd, offered = everywhere[pair]
+                pid, fd, offered = found[pair]
                 if pair in apart:
                     pid, fd = os.getpid(), self._meeting.bring(pair, count).fd
                 on_host = self._poison and pair[1] not in self.cuda
@@ -109,15 +130,7 @@ class Crew:
                 if pair[1] in self.cuda:
                     self._links.accept(pair, count, where[pair], pid, offered)
         self._meeting.start()
-        # Nobody may leave before its channels have been opened.
-        self.world.agree(self._connect_devices, "connecting the devices")
-
-    def _connect_devices(self) -> None:
-        try:
-            self._links.connect(self._timeout, self.raise_failure)
-        except ConfigError as error:
-            self.fail(self.world.rank, error)  # the others look for this while they wait
-            raise
+        self._links.connect(self._timeout, self.raise_failure)
 
     def _check_transports(self, where: Mapping[Pair, str]) -> None:
         want = "nccl" if self.cuda else "tcp"
@@ -150,9 +163,6 @@ class Crew:
             )
             for rank in self.executors
         }
-        by_nccl = {r for pair in self._slots if self._transport(pair) == "nccl" for r in pair}
-        if by_nccl:
-            check_queues(programs.ranks[rank] for rank in sorted(by_nccl))
         return Loaded(own, {rank: _native_program(program) for rank, program in own.items()})
 
     def run(self, loaded: Loaded, callbacks: Mapping[int, Callback | None]) -> None:
