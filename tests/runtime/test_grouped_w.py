@@ -48,8 +48,9 @@ def wrapped(case: Case, schedule: str, m: int = 6, **options) -> tuple[nn.Module
     model = case.build()
     stages = 4 if schedule in CHUNKED else 2
     order = Schedule.from_csv(HALVES) if schedule == "halves" else schedule
+    options = {"partition": case.split(stages)} | options
     pipe = zbpipe.wrap(
-        model, microbatches=m, schedule=order, partition=case.split(stages), loss_fn=case.loss_fn,
+        model, microbatches=m, schedule=order, loss_fn=case.loss_fn,
         loss_weight=case.loss_weight, local_ranks=2, **options,
     )  # fmt: skip
     pipe._settings = replace(pipe._settings, poison=True)
@@ -92,9 +93,11 @@ def test_holding_never_exceeds_the_planned_peak(calls, name, schedule) -> None:
     case = BY_NAME[name]
     x, y = case.batches()[0]
     curves = []
+    options = {"example": x}
     for held in (False, True):
         calls(held)
-        _, pipe = wrapped(case, schedule, example=x)
+        _, pipe = wrapped(case, schedule, **options)
+        options["partition"] = list(pipe._sizes)  # not by times that are measured anew
         pipe.measure_memory()
         pipe.step(x, target=y)
         timeline = pipe.timeline()
