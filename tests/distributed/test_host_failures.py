@@ -113,7 +113,7 @@ def test_an_exception_is_the_same_error_on_every_host(tmp_path, hosts, where, ba
         assert error.microbatch == 2
 
 
-@pytest.mark.parametrize(("hosts", "where"), HOSTS)
+@pytest.mark.parametrize(("hosts", "where"), HOSTS[1:4])
 def test_a_stall_is_named_on_every_host(tmp_path, hosts, where) -> None:
     for outcome in on_hosts(tmp_path, _failing, hosts, len(hosts), where, _stall, False, 2.0):
         error = outcome.error
@@ -134,6 +134,7 @@ def test_a_rank_that_dies_is_named_on_every_other(tmp_path, hosts, where) -> Non
         assert error.rank == where
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("hosts", "where"), HOSTS[:3])
 def test_a_process_that_does_not_run_is_named_on_every_other(tmp_path, hosts, where) -> None:
     rest = _FrozenRank(where)
