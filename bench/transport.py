@@ -56,14 +56,16 @@ def measure(rank: int, path: str, repeats: int) -> None:
     world = join(None)
     out: dict[str, list[float]] = {}
     for transport in ("", "tcp_"):
-        forced = {(0, 1), (1, 0)} if transport else set()
+        forced = {(0, 1): "tcp", (1, 0): "tcp"} if transport else {}
         for name, values in _figures(world, repeats, forced).items():
             out[transport + name] = values
     if rank == 0:
         Path(path).write_text(json.dumps(out))
 
 
-def _figures(world: World, repeats: int, forced: set[tuple[int, int]]) -> dict[str, list[float]]:
+def _figures(
+    world: World, repeats: int, forced: dict[tuple[int, int], str]
+) -> dict[str, list[float]]:
     out: dict[str, list[float]] = {}
     for size, name in ((64 * KIB, "64kib"), (MIB, "1mib")):
         for ours in _repeat(world, ping_pong(), size, repeats, forced):
@@ -84,11 +86,13 @@ def _figures(world: World, repeats: int, forced: set[tuple[int, int]]) -> dict[s
 
 
 def _repeat(
-    world: World, programs: Programs, nbytes: int, repeats: int, forced: set[tuple[int, int]]
+    world: World, programs: Programs, nbytes: int, repeats: int, forced: dict[tuple[int, int], str]
 ) -> list[list[Any]]:
     """This rank's spans of `repeats` runs, after one that touches all memory."""
     crew = Crew(world, timeout=60.0, forced=forced)
     crew.connect(programs.slots)
+    used = set(crew.transports().values())
+    assert used == set(forced.values() or ["shm"]), used
     loaded = crew.load(virtual(programs, lambda _: 0.0, lambda _: nbytes))
     runs = []
     for _ in range(repeats + 1):
