@@ -191,6 +191,9 @@ def test_a_groups_tensors_are_let_go_of_before_the_next_is_added() -> None:
         def key(self) -> int:
             return id(self.layer)
 
+        def __call__(self, X, dY) -> None:
+            self.several([(X, dY)])
+
         def several(self, pairs) -> None:
             alive.append(sum(ref() is not None for ref in seen))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from itertools import groupby
@@ -16,7 +17,7 @@ from .engine import autocast_off
 Accumulate = Callable[[Tensor, Tensor], None]
 
 
-class Groupable:
+class Groupable(ABC):
     """An `Accumulate` that can add several microbatches at once.
 
     Those with equal `key` add to the same thing in the same way. `several` gives the bits of one
@@ -26,15 +27,17 @@ class Groupable:
     __slots__ = ()
 
     @property
+    @abstractmethod
     def key(self) -> Hashable:
-        raise NotImplementedError
+        """What it adds to, and how."""
 
+    @abstractmethod
     def __call__(self, X: Tensor, dY: Tensor) -> None:
-        raise NotImplementedError
+        """Add one (X, dY)."""
 
+    @abstractmethod
     def several(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Add each (X, dY) in order."""
-        raise NotImplementedError
 
 
 class Record(NamedTuple):
