@@ -67,6 +67,9 @@ def _die() -> None:
 
 def _stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
+    # It reaches this thread through the main one, which a busy machine may let run a step later;
+    # and when the process goes on, it shall hear the news before it is through.
+    time.sleep(1)
 
 
 def _interrupt() -> None:
@@ -134,8 +137,10 @@ def test_a_rank_that_dies_is_named_on_every_other(tmp_path, hosts, where) -> Non
         assert error.rank == where
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("hosts", "where"), HOSTS[:3])
+@pytest.mark.parametrize(
+    ("hosts", "where"),
+    [HOSTS[0], *(pytest.param(*row, marks=pytest.mark.slow) for row in HOSTS[1:3])],
+)
 def test_a_process_that_does_not_run_is_named_on_every_other(tmp_path, hosts, where) -> None:
     rest = _FrozenRank(where)
     outcomes = on_hosts(tmp_path, rest, hosts, len(hosts))
