@@ -15,7 +15,7 @@ from ..program import Op, Program, Programs
 from ..timeline import Span, Timeline
 from . import control
 from .device_links import DeviceLinks, check_queues
-from .hosts import Pair
+from .hosts import BRIDGED, FORCED, Pair
 from .meeting import Meeting, meet
 from .world import World
 
@@ -45,7 +45,7 @@ class Crew:
 
         With it `cuda[rank]` is the native device: `cuda[rank].after(stream)` makes the next run
         begin after what is in a stream now, `executors[rank].stream(lane)` is a lane's stream.
-        `forced`: "tcp" or "nccl" for (from, to) pairs of ranks, although they share a host.
+        `forced`: "tcp", "torch" or "nccl" for (from, to) pairs of ranks, even on one host.
         """
         self.world = world
         self._poison = poison
@@ -87,7 +87,8 @@ class Crew:
         # Headers, and on the CPU all of a message, go over a link where no memory is shared.
         processes = self._meeting.processes
         apart = {pair for pair in slots if processes.apart(pair, where[pair])}
-        self._meeting.connect(sorted(apart), self._timeout)
+        mailed = {pair for pair in apart if where[pair] == "torch"}
+        self._meeting.connect(sorted(apart), self._timeout, sorted(mailed))
         parts = self.world.agree(lambda: self._offer(where, apart), "making channels")
         everywhere = {pair: at for part in parts for pair, at in part.items()}
 
@@ -133,12 +134,13 @@ class Crew:
         self._links.connect(self._timeout, self.raise_failure)
 
     def _check_transports(self, where: Mapping[Pair, str]) -> None:
-        want = "nccl" if self.cuda else "tcp"
+        can = ("nccl",) if self.cuda else BRIDGED
         for (a, b), name in where.items():
-            if name in ("tcp", "nccl") and name != want:
+            if name in FORCED and name not in can:
                 kind = "on CUDA devices" if self.cuda else "on the CPU"
+                want = " or ".join(map(repr, can))
                 raise ConfigError(
-                    f"transport of rank {a} → {b} = {name!r}: the ranks are {kind}, want {want!r}"
+                    f"transport of rank {a} → {b} = {name!r}: the ranks are {kind}, want {want}"
                 )
 
     def _transport(self, pair: Pair) -> str:
