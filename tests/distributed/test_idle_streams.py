@@ -84,7 +84,7 @@ def test_an_idle_stream_says_that_it_is_used(monkeypatch) -> None:
     ours, theirs = streams()
     theirs.limit(HANG_S)
     outgoing = Outgoing(board, ours, _native.Outlet(board, 0, sender))
-    thread = threading.Thread(target=outgoing.run)
+    thread = threading.Thread(target=outgoing.run, daemon=True)
     thread.start()
     still_here = (bridge._STILL_HERE, 0, 0, 0)
     for number in range(3):
@@ -118,7 +118,7 @@ def test_a_stream_that_is_busy_says_nothing_else(monkeypatch) -> None:
     for slot in (2, 0, 1):
         sender.announce(slot, b"", slot)
     outgoing.finish()
-    thread = threading.Thread(target=outgoing.run)
+    thread = threading.Thread(target=outgoing.run, daemon=True)
     thread.start()
     heads = [_head(theirs) for _ in range(4)]
     assert heads == [(2, 0, 2, 0), (0, 0, 0, 0), (1, 0, 1, 0), (bridge._NO_MORE, 0, 0, 0)]
@@ -134,7 +134,7 @@ def test_a_sign_is_no_message_to_the_receiver() -> None:
     theirs.limit(HANG_S)
     inlet = _native.Inlet(board, 1, 2)
     incoming = Incoming(board, ours, inlet)
-    thread = threading.Thread(target=incoming.run)
+    thread = threading.Thread(target=incoming.run, daemon=True)
     thread.start()
     sign = bridge._HEAD.pack(bridge._STILL_HERE, 0, 0, 0)
     for slot in (0, 1):
