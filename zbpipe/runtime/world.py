@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -117,8 +118,21 @@ def _child(index: int, fn: Callable[..., None], port: int, ranks: int, args: Seq
     )
     try:
         fn(index, *args)
+        _part(store, ranks)
     finally:
         dist.destroy_process_group()
+
+
+def _part(store: TCPStore, ranks: int) -> None:
+    """Wait until all ranks are through, or until the parent ends this one because some are not.
+
+    gloo forgets what has arrived over a connection that the peer has closed: whoever left first
+    would spoil the last collective of the others.
+    """
+    if store.add("through", 1) == ranks:
+        store.set("all through", "1")
+    with suppress(RuntimeError):  # the others take their time: no reason to fail
+        store.wait(["all through"], _JOIN_TIMEOUT)
 
 
 def spawn(fn: Callable[..., None], ranks: int, args: Sequence[Any] = ()) -> Any:
