@@ -12,8 +12,10 @@ from typing import Any
 import torch.distributed as dist
 
 from crews import Outcome, forked
+from zbpipe import ConfigError
 
-_HANG_S = 60  # guard
+_HANG_S = 60.0  # guard
+_PATIENCE_S = 5.0  # with ranks that may have been killed
 
 
 def _joined(world: Any, fn: Callable[..., Any], path: str, hosts: str, args: Any) -> Any:
@@ -21,10 +23,18 @@ def _joined(world: Any, fn: Callable[..., Any], path: str, hosts: str, args: Any
     dist.init_process_group(
         "gloo", init_method=f"file://{path}", rank=world.rank, world_size=world.size
     )
+    patience = 0.0
     try:
-        return fn(world.rank, *args)
+        value = fn(world.rank, *args)
+        patience = _PATIENCE_S
+        return value
+    except ConfigError:  # all raise it right after a collective
+        patience = _PATIENCE_S
+        raise
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            _gather("end", patience)
+            dist.destroy_process_group()
 
 
 def on_hosts(folder: Any, fn: Callable[..., Any], hosts: str, *args: Any) -> list[Outcome]:
@@ -39,13 +49,19 @@ def barrier() -> None:
     """Wait until all ranks are here. Whoever goes at once keeps nobody: in dist.barrier, a gloo
     whose peer has closed the connection forgets what has come over it already.
     """
+    assert _gather(f"barrier {next(_barriers)}", _HANG_S), "somebody does not come"
+
+
+def _gather(key: str, seconds: float) -> bool:
+    """Whether all ranks come within `seconds`."""
     store = dist.distributed_c10d._get_default_store()
-    key = f"barrier {next(_barriers)}"
     store.add(key, 1)
-    until = time.monotonic() + _HANG_S
+    until = time.monotonic() + seconds
     while store.add(key, 0) < dist.get_world_size():
-        assert time.monotonic() < until, "somebody does not come"
+        if time.monotonic() > until:
+            return False
         time.sleep(0.002)
+    return True
 
 
 def everyone(outcomes: list[Outcome]) -> list[Any]:
