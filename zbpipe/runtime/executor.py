@@ -14,7 +14,7 @@ from ..errors import ConfigError, ZbpipeError
 from ..program import Op, Program, Programs
 from ..timeline import Span, Timeline
 from . import control
-from .device_links import DeviceLinks, check_queues
+from .device_links import STAGED, DeviceLinks, check_queues
 from .hosts import Pair
 from .meeting import Meeting, meet
 from .world import World
@@ -45,7 +45,7 @@ class Crew:
 
         With it `cuda[rank]` is the native device: `cuda[rank].after(stream)` makes the next run
         begin after what is in a stream now, `executors[rank].stream(lane)` is a lane's stream.
-        `forced`: "tcp" or "nccl" for (from, to) pairs of ranks, although they share a host.
+        `forced`: "tcp" or on CUDA "nccl" for (from, to) pairs of ranks, although they share a host.
         """
         self.world = world
         self._poison = poison
@@ -87,7 +87,8 @@ class Crew:
         # Headers, and on the CPU all of a message, go over a link where no memory is shared.
         processes = self._meeting.processes
         apart = {pair for pair in slots if processes.apart(pair, where[pair])}
-        self._meeting.connect(sorted(apart), self._timeout)
+        staged = {pair for pair in slots if self.cuda and where[pair] in STAGED}
+        self._meeting.connect(sorted(apart), self._timeout, sorted(staged))
         parts = self.world.agree(lambda: self._offer(where, apart), "making channels")
         everywhere = {pair: at for part in parts for pair, at in part.items()}
 
@@ -113,6 +114,8 @@ class Crew:
                     offered = self._links.offer(pair, count, where[pair])
                 if pair in apart:
                     self._meeting.carry_off(pair, sender)
+                if pair in self._links.departures:
+                    self._meeting.carry_payloads(pair, self._links.departures.pop(pair))
                 made[pair] = (os.getpid(), sender.fd, offered)
         return made
 
@@ -129,16 +132,16 @@ class Crew:
                 self.executors[pair[1]].add_receiver(_native.Receiver(pid, fd, count, on_host))
                 if pair[1] in self.cuda:
                     self._links.accept(pair, count, where[pair], pid, offered)
+                if pair in self._links.arrivals:
+                    self._meeting.bring_payloads(pair, self._links.arrivals.pop(pair))
         self._meeting.start()
         self._links.connect(self._timeout, self.raise_failure)
 
     def _check_transports(self, where: Mapping[Pair, str]) -> None:
-        want = "nccl" if self.cuda else "tcp"
         for (a, b), name in where.items():
-            if name in ("tcp", "nccl") and name != want:
-                kind = "on CUDA devices" if self.cuda else "on the CPU"
+            if name == "nccl" and not self.cuda:
                 raise ConfigError(
-                    f"transport of rank {a} → {b} = {name!r}: the ranks are {kind}, want {want!r}"
+                    f"transport of rank {a} → {b} = 'nccl': the ranks are on the CPU, want 'tcp'"
                 )
 
     def _transport(self, pair: Pair) -> str:

@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .. import _native
@@ -36,10 +36,12 @@ class Meeting:
     links: dict[int, Link] = field(default_factory=dict)
     _streams: dict[Pair, Stream] = field(default_factory=dict)  # (process, number)
     _numbers: dict[Pair, int] = field(default_factory=dict)  # of each bridged pair's stream
+    _payloads: dict[Pair, int] = field(default_factory=dict)  # of each staged pair's second one
 
-    def connect(self, pairs: Sequence[Pair], timeout: float) -> None:
+    def connect(self, pairs: Sequence[Pair], timeout: float, staged: Sequence[Pair] = ()) -> None:
         """Link the hosts, and the processes of these `pairs` of ranks. Collective.
 
+        `staged`: those of them whose payloads have a stream of their own.
         Raises ConfigError on every rank where a process cannot reach another.
         """
         wanted = self.processes.linked(pairs)
@@ -48,9 +50,10 @@ class Meeting:
         of = self.processes.of
         # Stream 0 is the link's own.
         self._numbers = {pair: number for number, pair in enumerate(pairs, 1)}
+        self._payloads = {pair: n for n, pair in enumerate(staged, 1 + len(pairs))}
+        numbered = [*self._numbers.items(), *self._payloads.items()]
         streams = {
-            pair: [0, *(n for p, n in self._numbers.items() if {*map(of, p)} == {*pair})]
-            for pair in wanted
+            pair: [0, *(n for p, n in numbered if {*map(of, p)} == {*pair})] for pair in wanted
         }
         doors: list[Door] = []  # of this process: one, once it is open
         what = "connecting the hosts"
@@ -141,6 +144,18 @@ class Meeting:
         self.links[peer].incoming.append(Incoming(self.board, stream, inlet))
         return inlet
 
+    def carry_payloads(self, pair: Pair, departures: Any) -> None:
+        """Let the payloads that a staged link's device leaves in host memory go over the wire."""
+        peer = self.processes.of(pair[1])
+        stream = self._streams[peer, self._payloads[pair]]
+        self.links[peer].outgoing.append(Outgoing(self.board, stream, departures))
+
+    def bring_payloads(self, pair: Pair, arrivals: Any) -> None:
+        """Let them come to where the receiving device expects them."""
+        peer = self.processes.of(pair[0])
+        stream = self._streams[peer, self._payloads[pair]]
+        self.links[peer].incoming.append(Incoming(self.board, stream, arrivals))
+
     def start(self) -> None:
         for link in self.links.values():
             link.start()
@@ -171,6 +186,9 @@ def meet(world: World, on_cuda: bool) -> Meeting:
     processes = Processes(
         tuple(row[3] for row in everyone), tuple(hosts.group(ids, [reach for reach, _ in found]))
     )
+    if on_cuda and len(processes.leaders) > 1:
+        able = tuple(world.gather(_loads_nccl()))
+        processes = replace(processes, nccl=able)
     host = processes.host(world.rank)
     if host != processes.of(world.rank):
         own = _native.Board.open(addresses[host][0], everyone[host][2], world.size)
@@ -178,6 +196,14 @@ def meet(world: World, on_cuda: bool) -> Meeting:
         if processes.host(rank) != host:
             own.place_elsewhere(rank)
     return Meeting(world, processes, own, found[0][1])
+
+
+def _loads_nccl() -> bool:
+    try:
+        _native.cuda.probe_nccl()
+    except RuntimeError:  # `zbpipe doctor` says why
+        return False
+    return True
 
 
 def _same_kind(everyone: list[Any]) -> None:
