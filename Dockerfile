@@ -1,10 +1,7 @@
 # zbpipe from source, with its tests run: the steps are those of README.md.
 #
-#   docker build -t zbpipe .                                              # CUDA 13
-#   docker build -t zbpipe --build-arg BASE=python:3.11-bookworm \
-#                          --build-arg TORCH=torch==2.13.0 .                # CPU
-#
-# The extension needs no toolkit; the devel image has the headers that a test compares it with. Run a container with `--gpus all` and, for ranks in several processes, `--ipc=host`.
+# The extension needs no toolkit; the devel image has the headers that a test compares it with. Ranks
+# in several processes of a container need no more than its own /proc; `--ipc=host` is for NCCL.
 ARG BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04
 FROM ${BASE}
 

@@ -1,4 +1,4 @@
-"""How fast messages are between two processes: over shm, and over tcp as between hosts.
+"""How fast messages are between two processes: over shm, and over tcp or torch as between hosts.
 
     python bench/transport.py [--json FILE] [--repeats 7]
 
@@ -7,7 +7,8 @@ latency      rank 0 → rank 1 in ping-pong, from the send's start to the end of
 throughput   messages back to back, first send to last receive; received in place, not copied again
 
 Every figure is a median over runs of one process pair, with the least and the most. Those that
-begin with tcp_ go over the loopback of one machine: what the software costs, without a network.
+begin with tcp_ or torch_ (by torch.distributed, with gloo) go over the loopback of one machine:
+what the software costs, without a network.
 """
 
 from __future__ import annotations
@@ -55,10 +56,10 @@ def measure(rank: int, path: str, repeats: int) -> None:
     """In a spawned rank: run every case, gather both ranks' times, write them from rank 0."""
     world = join(None)
     out: dict[str, list[float]] = {}
-    for transport in ("", "tcp_"):
-        forced = {(0, 1): "tcp", (1, 0): "tcp"} if transport else {}
+    for transport in ("", "tcp", "torch"):
+        forced = {(0, 1): transport, (1, 0): transport} if transport else {}
         for name, values in _figures(world, repeats, forced).items():
-            out[transport + name] = values
+            out[f"{transport}_{name}" if transport else name] = values
     if rank == 0:
         Path(path).write_text(json.dumps(out))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from faking import cuda_crew
@@ -31,7 +31,14 @@ def _ends() -> tuple[Stream, Stream]:
 class Beside(Meeting):
     """All senders at one end of a link, all receivers at the other, both in this process."""
 
-    def connect(self, pairs: Sequence[Pair], timeout: float, staged: Sequence[Pair] = ()) -> None:
+    def connect(
+        self,
+        pairs: Sequence[Pair],
+        timeout: float,
+        mailed: Collection[Pair] = (),
+        staged: Sequence[Pair] = (),
+    ) -> None:
+        assert not mailed
         self._headers = {pair: _ends() for pair in pairs}
         self._bytes = {pair: _ends() for pair in staged}
         made: dict[int, Link] = {}

@@ -181,7 +181,9 @@ def idle(world: World, device: Fake) -> None:
 def on_the_cpu(world: World) -> None:
     forced = dict.fromkeys(PROGRAMS.slots, "nccl")
     crew = Crew(world, 30.0, forced=forced)
-    with pytest.raises(ConfigError, match="= 'nccl': the ranks are on the CPU, want 'tcp'"):
+    with pytest.raises(
+        ConfigError, match="= 'nccl': the ranks are on the CPU, want 'tcp' or 'torch'"
+    ):
         crew.connect(PROGRAMS.slots)
     crew.close()
 

@@ -33,16 +33,20 @@ def layers() -> list[nn.Module]:
     return [nn.Linear(WIDTH, WIDTH).double() for _ in range(4)]
 
 
-def wrapped(timeout: float = 20.0) -> zbpipe.Pipeline:
-    return zbpipe.wrap(layers(), 4, "zb1p", loss_fn=mse, timeout=timeout)
+def wrapped(timeout: float = 20.0, transport: str | None = None) -> zbpipe.Pipeline:
+    return zbpipe.wrap(layers(), 4, "zb1p", loss_fn=mse, timeout=timeout, transport=transport)
 
 
-def trains(out: Path) -> dict[str, object]:
+def trains_by_torch(out: Path) -> dict[str, object]:
+    return trains(out, "torch")
+
+
+def trains(out: Path, transport: str | None = None) -> dict[str, object]:
     """Two pipelines, one after the other; the losses and gradients of the second."""
     with_example = zbpipe.wrap(layers(), 4, "auto", loss_fn=mse, example=X)
     with_example.step(X, target=Y)
     with_example.close()
-    pipe = wrapped()
+    pipe = wrapped(transport=transport)
     losses = [pipe.step(X, target=Y).item() for _ in range(3)]
     grads = {name: p.grad.tolist() for name, p in pipe.named_parameters() if p.grad is not None}
     summary = pipe.summary()
@@ -51,9 +55,13 @@ def trains(out: Path) -> dict[str, object]:
     return {"losses": losses, "grads": grads, "summary": summary}
 
 
-def until_cut(out: Path) -> dict[str, object]:
+def until_cut_by_torch(out: Path) -> dict[str, object]:
+    return until_cut(out, "torch")
+
+
+def until_cut(out: Path, transport: str | None = None) -> dict[str, object]:
     """Steps without end; `out` with .ready says that they have begun."""
-    pipe = wrapped(timeout=3.0)
+    pipe = wrapped(3.0, transport)
     pipe.step(X, target=Y)
     out.with_suffix(".ready").touch()
     began = time.monotonic()

@@ -78,7 +78,13 @@ def _interrupt() -> None:
 
 
 def _failing(
-    rank: int, size: int, where: int, what: Callable[[], None], backward: bool, timeout: float
+    rank: int,
+    size: int,
+    where: int,
+    what: Callable[[], None],
+    backward: bool,
+    timeout: float,
+    transport: str | None = None,
 ) -> None:
     """Fails in the second step on rank `where`. Ends once no thread of a link is left."""
     model = layers()
@@ -86,7 +92,7 @@ def _failing(
     sizes = [1] * size
     sizes[where] += 1
     sizes[-1] += 4 - size
-    pipe = wrapped(model, timeout, partition=sizes)
+    pipe = wrapped(model, timeout, partition=sizes, transport=transport)
     try:
         for _ in range(2):
             pipe.step(X, target=Y)
@@ -102,12 +108,18 @@ HOSTS = [("ab", 1), ("ab", 0), ("aabb", 1), ("aabb", 3), ("abc", 1)]
 
 
 @pytest.mark.parametrize(
-    ("hosts", "where", "backward"),
-    [(*row, False) for row in HOSTS] + [("ab", 1, True), ("aabb", 3, True)],
+    ("hosts", "where", "backward", "transport"),
+    [
+        *((*row, False, None) for row in HOSTS),
+        *(("ab", 1, True, None), ("aabb", 3, True, None)),
+        *(("ab", 0, False, "torch"), ("abc", 1, True, "torch")),
+    ],
 )
-def test_an_exception_is_the_same_error_on_every_host(tmp_path, hosts, where, backward) -> None:
+def test_an_exception_is_the_same_error_on_every_host(
+    tmp_path, hosts, where, backward, transport
+) -> None:
     letter = "I" if backward else "F"
-    args = (len(hosts), where, _raise, backward, 20.0)
+    args = (len(hosts), where, _raise, backward, 20.0, transport)
     for outcome in on_hosts(tmp_path, _failing, hosts, *args):
         error = outcome.error
         assert type(error) is StageError, outcome.trace
@@ -116,9 +128,12 @@ def test_an_exception_is_the_same_error_on_every_host(tmp_path, hosts, where, ba
         assert error.microbatch == 2
 
 
-@pytest.mark.parametrize(("hosts", "where"), HOSTS[1:4])
-def test_a_stall_is_named_on_every_host(tmp_path, hosts, where) -> None:
-    for outcome in on_hosts(tmp_path, _failing, hosts, len(hosts), where, _stall, False, 2.0):
+@pytest.mark.parametrize(
+    ("hosts", "where", "transport"), [*((*row, None) for row in HOSTS[1:4]), ("ab", 1, "torch")]
+)
+def test_a_stall_is_named_on_every_host(tmp_path, hosts, where, transport) -> None:
+    args = (len(hosts), where, _stall, False, 2.0, transport)
+    for outcome in on_hosts(tmp_path, _failing, hosts, *args):
         error = outcome.error
         assert type(error) is StageError, outcome.trace
         assert error.cause == "no progress for 2 s: this action does not return"
@@ -126,9 +141,13 @@ def test_a_stall_is_named_on_every_host(tmp_path, hosts, where) -> None:
         assert error.microbatch == 2
 
 
-@pytest.mark.parametrize(("hosts", "where"), HOSTS)
-def test_a_rank_that_dies_is_named_on_every_other(tmp_path, hosts, where) -> None:
-    outcomes = on_hosts(tmp_path, _failing, hosts, len(hosts), where, _die, False, 20.0)
+@pytest.mark.parametrize(
+    ("hosts", "where", "transport"),
+    [*((*row, None) for row in HOSTS), ("ab", 1, "torch"), ("aab", 1, "torch")],
+)
+def test_a_rank_that_dies_is_named_on_every_other(tmp_path, hosts, where, transport) -> None:
+    args = (len(hosts), where, _die, False, 20.0, transport)
+    outcomes = on_hosts(tmp_path, _failing, hosts, *args)
     assert outcomes.pop(where).exitcode == -signal.SIGKILL
     for outcome in outcomes:
         error = outcome.error
@@ -138,11 +157,17 @@ def test_a_rank_that_dies_is_named_on_every_other(tmp_path, hosts, where) -> Non
 
 
 @pytest.mark.parametrize(
-    ("hosts", "where"),
-    [HOSTS[0], *(pytest.param(*row, marks=pytest.mark.slow) for row in HOSTS[1:3])],
+    ("hosts", "where", "transport"),
+    [
+        ("ab", 1, None),
+        pytest.param("ab", 1, "torch", marks=pytest.mark.slow),
+        *(pytest.param(*row, None, marks=pytest.mark.slow) for row in HOSTS[1:3]),
+    ],
 )
-def test_a_process_that_does_not_run_is_named_on_every_other(tmp_path, hosts, where) -> None:
-    rest = _FrozenRank(where)
+def test_a_process_that_does_not_run_is_named_on_every_other(
+    tmp_path, hosts, where, transport
+) -> None:
+    rest = _FrozenRank(where, transport)
     outcomes = on_hosts(tmp_path, rest, hosts, len(hosts))
     frozen = outcomes.pop(where)
     assert type(frozen.error) is StageError, frozen.trace
@@ -156,14 +181,14 @@ def test_a_process_that_does_not_run_is_named_on_every_other(tmp_path, hosts, wh
 class _FrozenRank:
     """Rank `where` stops itself; the rank before it lets it go on when its own step has ended."""
 
-    def __init__(self, where: int) -> None:
-        self.where = where
+    def __init__(self, where: int, transport: str | None) -> None:
+        self.where, self.transport = where, transport
 
     def __call__(self, rank: int, size: int) -> None:
         pids: list[Any] = [None] * size
         dist.all_gather_object(pids, os.getpid())
         try:
-            _failing(rank, size, self.where, _stop, False, 2.0)
+            _failing(rank, size, self.where, _stop, False, 2.0, self.transport)
         finally:
             if rank == (self.where + 1) % size:
                 os.kill(pids[self.where], signal.SIGCONT)

@@ -34,7 +34,12 @@ def layers() -> list[nn.Module]:
 
 
 def _same_as_unsplit(
-    rank: int, count: int, schedules: tuple[str, ...], chunks: int, names: set[str]
+    rank: int,
+    count: int,
+    schedules: tuple[str, ...],
+    chunks: int,
+    names: set[str],
+    transport: str | None,
 ) -> None:
     for case in CASES:
         if case.name not in names:
@@ -53,6 +58,7 @@ def _same_as_unsplit(
                 loss_fn=case.loss_fn,
                 loss_weight=case.loss_weight,
                 timeout=30.0,
+                transport=transport,
             )
             losses = [pipe.step(x, target=y) for x, y in case.batches()]
             got = gradients(pipe.named_parameters())
@@ -67,17 +73,20 @@ def _same_as_unsplit(
 
 
 @pytest.mark.parametrize(
-    ("hosts", "schedules", "chunks", "names"),
+    ("hosts", "schedules", "chunks", "names", "transport"),
     [
-        ("ab", ("1f1b", "zb1p"), 1, {case.name for case in CASES}),
-        ("abcd", ("1f1b", "zb2p"), 1, SOME),
-        ("aabb", ("gpipe", "zb1p"), 1, SOME),
-        ("ab", ("zb_v", "interleaved"), 2, SOME),
+        ("ab", ("1f1b", "zb1p"), 1, {case.name for case in CASES}, None),
+        ("abcd", ("1f1b", "zb2p"), 1, SOME, None),
+        ("aabb", ("gpipe", "zb1p"), 1, SOME, None),
+        ("ab", ("zb_v", "interleaved"), 2, SOME, None),
+        ("aab", ("zb1p",), 1, SOME, "torch"),
+        ("ab", ("zb_v",), 2, SOME, "torch"),
     ],
-    ids=["ab", "abcd", "aabb", "ab-chunked"],
+    ids=["ab", "abcd", "aabb", "ab-chunked", "aab-torch", "ab-chunked-torch"],
 )
-def test_every_feature_over_hosts(tmp_path, hosts, schedules, chunks, names) -> None:
-    everyone(on_hosts(tmp_path, _same_as_unsplit, hosts, len(hosts), schedules, chunks, names))
+def test_every_feature_over_hosts(tmp_path, hosts, schedules, chunks, names, transport) -> None:
+    args = (len(hosts), schedules, chunks, names, transport)
+    everyone(on_hosts(tmp_path, _same_as_unsplit, hosts, *args))
 
 
 def _many_steps(rank: int) -> tuple[list[float], dict[str, str]]:
@@ -141,7 +150,13 @@ def reference_losses(count: int) -> tuple[list[float], nn.Module]:
 
 @pytest.mark.parametrize(
     ("transport", "forward", "back"),
-    [("tcp", "tcp", "tcp"), ({(0, 1): "tcp"}, "tcp", "shm"), (None, "shm", "shm")],
+    [
+        ("tcp", "tcp", "tcp"),
+        ({(0, 1): "tcp"}, "tcp", "shm"),
+        ({(1, 0): "torch"}, "shm", "torch"),
+        ({(0, 1): "tcp", (1, 0): "torch"}, "tcp", "torch"),
+        (None, "shm", "shm"),
+    ],
 )
 def test_a_transport_is_chosen_by_an_argument(tmp_path, transport, forward, back) -> None:
     for found in everyone(on_hosts(tmp_path, _chosen, "aa", transport)):
@@ -155,8 +170,9 @@ def _nccl_on_the_cpu(rank: int) -> None:
 def test_nccl_is_for_cuda(tmp_path) -> None:
     for outcome in on_hosts(tmp_path, _nccl_on_the_cpu, "aa"):
         assert type(outcome.error) is ConfigError
-        assert "transport of rank 1 → 0 = 'nccl': the ranks are on the CPU, want 'tcp'" in str(
-            outcome.error
+        assert (
+            "transport of rank 1 → 0 = 'nccl': the ranks are on the CPU, want 'tcp' or 'torch'"
+            in str(outcome.error)
         )
 
 
@@ -170,7 +186,7 @@ def test_ranks_of_one_process_hand_over_in_place() -> None:
 @pytest.mark.parametrize(
     ("transport", "message"),
     [
-        ("rdma", r"transport = 'rdma': want None, \"tcp\" or on CUDA \"nccl\", or"),
+        ("rdma", r"transport = 'rdma': want None, \"tcp\", \"torch\", on CUDA \"nccl\", or"),
         (3, r"transport is a int: want None, \"tcp\""),
         ({(0, 1): "shm"}, r"\(0, 1\): 'shm'\}: want \"tcp\""),
         ({(0, 2): "tcp"}, r"\(0, 2\): 'tcp'\}: want two ranks from 0 to 1"),
@@ -202,16 +218,16 @@ def test_a_wrong_transport_of_one_rank_is_an_error_on_all(tmp_path) -> None:
         assert "transport = 'udp'" in str(outcome.error)
 
 
-def _left_behind(rank: int) -> None:
+def _left_behind(rank: int, transport: str) -> None:
     def found() -> tuple[Any, ...]:
         gc.collect()
         return native_threads(), sockets(), shared_files(), python_threads()
 
     before: Any = None
     for i in range(7):
-        pipe = zbpipe.wrap(layers(), 4, "1f1b", loss_fn=mse)
+        pipe = zbpipe.wrap(layers(), 4, "1f1b", loss_fn=mse, transport=transport)
         pipe.step(X, target=Y)
-        assert "tcp" in pipe.summary()
+        assert f": {transport}\n" in pipe.summary()
         if i % 2:
             pipe.close()
         else:
@@ -222,13 +238,14 @@ def _left_behind(rank: int) -> None:
     dist.barrier()  # a rank that goes takes the job's own sockets with it
 
 
-def test_nothing_is_left_of_many_pipelines_in_one_job(tmp_path) -> None:
-    everyone(on_hosts(tmp_path, _left_behind, "ab"))
+@pytest.mark.parametrize("transport", ["tcp", "torch"])
+def test_nothing_is_left_of_many_pipelines_in_one_job(tmp_path, transport) -> None:
+    everyone(on_hosts(tmp_path, _left_behind, "ab", transport))
 
 
-def _forks(rank: int) -> None:
+def _forks(rank: int, transport: str) -> None:
     """Children of a process with links end as they like, and the pipeline goes on."""
-    pipe: Any = zbpipe.wrap(layers(), 4, "1f1b", loss_fn=mse)
+    pipe: Any = zbpipe.wrap(layers(), 4, "1f1b", loss_fn=mse, transport=transport)
     pipe.step(X, target=Y)
 
     def closes() -> None:
@@ -248,5 +265,6 @@ def _forks(rank: int) -> None:
     pipe.close()
 
 
-def test_forked_children_leave_the_connections_alone(tmp_path) -> None:
-    everyone(on_hosts(tmp_path, _forks, "ab"))
+@pytest.mark.parametrize("transport", ["tcp", "torch"])
+def test_forked_children_leave_the_connections_alone(tmp_path, transport) -> None:
+    everyone(on_hosts(tmp_path, _forks, "ab", transport))

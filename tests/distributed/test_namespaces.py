@@ -131,11 +131,12 @@ class Job:
 
 @pytest.mark.parametrize(
     ("apart", "hosts", "transport"),
-    [(True, "", "tcp"), (False, "ab", "tcp"), (False, "", "shm")],
-    ids=["pid-namespaces", "named-hosts", "shared-memory"],
+    [(True, "", "tcp"), (False, "ab", "tcp"), (False, "", "shm"), (True, "", "torch")],
+    ids=["pid-namespaces", "named-hosts", "shared-memory", "torch"],
 )
 def test_two_networks_make_one_pipeline(cable, tmp_path, apart, hosts, transport) -> None:
-    with Job(cable, tmp_path, "trains", apart, hosts) as job:
+    how = "trains_by_torch" if transport == "torch" else "trains"
+    with Job(cable, tmp_path, how, apart, hosts) as job:
         results = job.results()
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH).double() for _ in range(4)))
@@ -153,9 +154,15 @@ def test_two_networks_make_one_pipeline(cable, tmp_path, apart, hosts, transport
         torch.testing.assert_close(got, parameter.grad, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("apart", [True, False], ids=["pid-namespaces", "named-hosts"])
-def test_a_cable_that_is_cut_in_a_step_is_an_error_on_both_ends(cable, tmp_path, apart) -> None:
-    with Job(cable, tmp_path, "until_cut", apart, "" if apart else "ab") as job:
+@pytest.mark.parametrize(
+    ("apart", "how"),
+    [(True, "until_cut"), (False, "until_cut"), (True, "until_cut_by_torch")],
+    ids=["pid-namespaces", "named-hosts", "torch"],
+)
+def test_a_cable_that_is_cut_in_a_step_is_an_error_on_both_ends(
+    cable, tmp_path, apart, how
+) -> None:
+    with Job(cable, tmp_path, how, apart, "" if apart else "ab") as job:
         job.until(".ready")
         cable.cut()
         first, second = job.results()

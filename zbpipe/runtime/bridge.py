@@ -1,4 +1,4 @@
-"""Messages between ranks that share no memory: the `tcp` transport.
+"""Messages between ranks that share no memory: the transports `tcp` and `torch`.
 
     executor ─▶ channel ─▶ Outlet ┄ Outgoing ═══ a stream ═══▶ Incoming ┄ Inlet ─▶ channel ─▶ executor
 
@@ -14,6 +14,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from .mail import Mail
 from .wire import Stream
 
 # slot, header, payload, carried (bytes), or a word in place of a slot.
@@ -31,7 +32,7 @@ class Outgoing:
     `over` is set when no more will be carried, `arrived` when the other side has got all.
     """
 
-    def __init__(self, board: Any, stream: Stream, outlet: Any) -> None:
+    def __init__(self, board: Any, stream: Stream | Mail, outlet: Any) -> None:
         self.over, self.arrived = threading.Event(), False
         self.carried = 0
         self.stream = stream
@@ -77,7 +78,7 @@ class Outgoing:
 class Incoming:
     """Brings one rank what another has published; `over` is set when nothing more will come."""
 
-    def __init__(self, board: Any, stream: Stream, inlet: Any) -> None:
+    def __init__(self, board: Any, stream: Stream | Mail, inlet: Any) -> None:
         self.over = threading.Event()
         self.stream = stream
         self._board, self._inlet = board, inlet
@@ -102,7 +103,7 @@ class Incoming:
             parcel = self._room(slot, sizes)
             if parcel is None:
                 return
-            self.stream.receive(parcel.memory)
+            self.stream.receive_payload(parcel.memory)
             self._inlet.commit(parcel)
 
     def route(self, peers: Sequence[int]) -> tuple[int, str]:

@@ -9,11 +9,7 @@ from typing import Any
 
 from .. import _native
 from ..errors import ConfigError
-
-Pair = tuple[int, int]
-
-# On CUDA these bring bytes of the host's memory, and payloads are staged there.
-STAGED = ("tcp",)
+from .hosts import BRIDGED, Pair
 
 # Up to that many bytes of pinned memory a pair, messages are staged before those ahead of them have
 # left: some 8 messages of 8192 tokens of 8192 values of 2 bytes. More would be taken from the rest
@@ -54,7 +50,7 @@ class DeviceLinks:
             self._connecting.setdefault(pair, []).append(link)
             self._cuda[source].add_out(link)
             return link.id
-        if transport in STAGED:
+        if transport in BRIDGED:
             at = (self._board, source, self._devices[source], target, slots)
             link = _native.cuda.StagedOut(*at, AHEAD)
             self.departures[pair] = link.departures
@@ -73,7 +69,7 @@ class DeviceLinks:
         if transport == "nccl":
             link = _native.cuda.NcclIn(self._devices[target], source, slots, offered, self._poison)
             self._connecting.setdefault(pair, []).append(link)
-        elif transport in STAGED:
+        elif transport in BRIDGED:
             where = (self._board, target, self._devices[target], source, slots)
             link = _native.cuda.StagedIn(*where, self._poison)
             self.arrivals[pair] = link.arrivals

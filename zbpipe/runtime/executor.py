@@ -14,8 +14,8 @@ from ..errors import ConfigError, ZbpipeError
 from ..program import Op, Program, Programs
 from ..timeline import Span, Timeline
 from . import control
-from .device_links import STAGED, DeviceLinks, check_queues
-from .hosts import Pair
+from .device_links import DeviceLinks, check_queues
+from .hosts import BRIDGED, Pair
 from .meeting import Meeting, meet
 from .world import World
 
@@ -45,7 +45,7 @@ class Crew:
 
         With it `cuda[rank]` is the native device: `cuda[rank].after(stream)` makes the next run
         begin after what is in a stream now, `executors[rank].stream(lane)` is a lane's stream.
-        `forced`: "tcp" or on CUDA "nccl" for (from, to) pairs of ranks, although they share a host.
+        `forced`: "tcp", "torch" or "nccl" for (from, to) pairs of ranks, even on one host.
         """
         self.world = world
         self._poison = poison
@@ -87,8 +87,10 @@ class Crew:
         # Headers, and on the CPU all of a message, go over a link where no memory is shared.
         processes = self._meeting.processes
         apart = {pair for pair in slots if processes.apart(pair, where[pair])}
-        staged = {pair for pair in slots if self.cuda and where[pair] in STAGED}
-        self._meeting.connect(sorted(apart), self._timeout, sorted(staged))
+        bridged = {pair for pair in apart if where[pair] in BRIDGED}
+        mailed = {pair for pair in apart if where[pair] == "torch"}
+        staged = sorted(bridged) if self.cuda else []
+        self._meeting.connect(sorted(apart), self._timeout, sorted(mailed), staged)
         parts = self.world.agree(lambda: self._offer(where, apart), "making channels")
         everywhere = {pair: at for part in parts for pair, at in part.items()}
 
@@ -140,8 +142,9 @@ class Crew:
     def _check_transports(self, where: Mapping[Pair, str]) -> None:
         for (a, b), name in where.items():
             if name == "nccl" and not self.cuda:
+                want = " or ".join(map(repr, BRIDGED))
                 raise ConfigError(
-                    f"transport of rank {a} → {b} = 'nccl': the ranks are on the CPU, want 'tcp'"
+                    f"transport of rank {a} → {b} = {name!r}: the ranks are on the CPU, want {want}"
                 )
 
     def _transport(self, pair: Pair) -> str:

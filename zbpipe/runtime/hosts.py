@@ -14,6 +14,11 @@ from ..errors import ConfigError
 
 Pair = tuple[int, int]
 
+# What `wrap(transport=)` may ask for; those that go over a link on any device, even on one host,
+# with payloads of CUDA devices staged through host memory.
+FORCED = ("tcp", "torch", "nccl")
+BRIDGED = ("tcp", "torch")
+
 _LABEL = "zbpipe-probe"
 
 
@@ -111,7 +116,10 @@ class Processes:
         return sorted(set(self.hosts))
 
     def transport(self, pair: Pair, forced: Mapping[Pair, str], cuda: bool) -> str:
-        """How messages go: "local", "shm" or "tcp", and on CUDA "local", "ipc", "nccl" or "tcp"."""
+        """How messages go: "local", "shm" or "tcp", and on CUDA "local", "ipc", "nccl" or "tcp".
+
+        `forced`: what was asked for in place of that, "torch" among it.
+        """
         if pair in forced:
             return forced[pair]
         if self.of(pair[0]) == self.of(pair[1]):
@@ -122,7 +130,7 @@ class Processes:
 
     def apart(self, pair: Pair, transport: str) -> bool:
         """Whether the ranks share no memory of the host, or are not to use it."""
-        return transport == "tcp" or self.host(pair[0]) != self.host(pair[1])
+        return transport in BRIDGED or self.host(pair[0]) != self.host(pair[1])
 
     def linked(self, pairs: Collection[Pair]) -> list[Pair]:
         """The pairs of processes that need a connection: those of `pairs` of ranks, and leaders."""
@@ -132,16 +140,13 @@ class Processes:
         return sorted(needed)
 
 
-FORCED = ("tcp", "nccl")
-
-
 def forced_pairs(transport: Any, ranks: int, local: Collection[int]) -> dict[Pair, str]:
     """What `transport` says of ordered pairs of ranks, whatever could be faster.
 
-    `transport`: None, "tcp" or "nccl", or {(from, to): one of these}. `local`: the ranks of this
+    `transport`: None, one of FORCED, or {(from, to): one of these}. `local`: the ranks of this
     process, among which messages stay. Raises ConfigError on anything else.
     """
-    want = 'want None, "tcp" or on CUDA "nccl", or {(0, 1): "tcp"}: pairs (from, to) of ranks'
+    want = 'want None, "tcp", "torch", on CUDA "nccl", or {(0, 1): "tcp"}: pairs (from, to)'
     if transport is None:
         return {}
     if isinstance(transport, str):
@@ -162,7 +167,7 @@ def forced_pairs(transport: Any, ranks: int, local: Collection[int]) -> dict[Pai
             raise ConfigError(f"{shown}: want two different ranks")
         if name not in FORCED:
             raise ConfigError(
-                f'{shown}: want "tcp", or on CUDA "nccl"; what is left out is chosen by itself'
+                f'{shown}: want "tcp", "torch", or on CUDA "nccl"; the rest is chosen by itself'
             )
         if pair[0] in local and pair[1] in local:
             raise ConfigError(f"{shown}: both ranks are in one process: leave the pair out")

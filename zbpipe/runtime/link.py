@@ -22,6 +22,7 @@ from typing import Any
 
 from . import control
 from .bridge import Incoming, Outgoing
+from .mail import Mail
 from .wire import Stream
 
 _BEAT_S = 0.1
@@ -199,7 +200,7 @@ class Link:
         for stream in self._streams():
             stream.sever()
 
-    def _streams(self) -> list[Stream]:
+    def _streams(self) -> list[Stream | Mail]:
         carried = [one.stream for one in self.outgoing] + [one.stream for one in self.incoming]
         return [self._stream, *carried]
 

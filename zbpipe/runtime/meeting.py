@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +17,7 @@ from .bridge import Incoming, Outgoing
 from .door import Door, connect
 from .hosts import Pair, Processes
 from .link import Link, close_all
+from .mail import Mail, Post
 from .wire import Address, Stream
 from .world import World
 
@@ -35,14 +36,22 @@ class Meeting:
     secret: bytes  # only this pipeline's processes know it
     links: dict[int, Link] = field(default_factory=dict)
     _streams: dict[Pair, Stream] = field(default_factory=dict)  # (process, number)
+    _mails: dict[Pair, Mail] = field(default_factory=dict)  # in the place of some streams
     _numbers: dict[Pair, int] = field(default_factory=dict)  # of each bridged pair's stream
     _payloads: dict[Pair, int] = field(default_factory=dict)  # of each staged pair's second one
 
-    def connect(self, pairs: Sequence[Pair], timeout: float, staged: Sequence[Pair] = ()) -> None:
+    def connect(
+        self,
+        pairs: Sequence[Pair],
+        timeout: float,
+        mailed: Collection[Pair] = (),
+        staged: Sequence[Pair] = (),
+    ) -> None:
         """Link the hosts, and the processes of these `pairs` of ranks. Collective.
 
-        `staged`: those of them whose payloads have a stream of their own.
-        Raises ConfigError on every rank where a process cannot reach another.
+        `mailed`: those of the pairs whose messages go by torch.distributed; `staged`: those whose
+        payloads come from devices, and go alone. Raises ConfigError on every rank where a process
+        cannot reach another.
         """
         wanted = self.processes.linked(pairs)
         if not wanted:
@@ -62,11 +71,14 @@ class Meeting:
             # One after the other: whoever could not connect says why before anybody misses it.
             self.world.agree(lambda: self._visit(addresses, streams), what)
             self.world.agree(lambda: self._receive(doors[0], streams), what)
+            if mailed:
+                self._post(mailed, timeout)
             self.world.agree(lambda: self._link(wanted, timeout), what)
         except BaseException:
-            for stream in self._streams.values():
+            close_all(self.links.values())
+            for stream in self._unused():
                 stream.sever()
-                stream.close()
+            self._give_back()
             raise
         finally:
             for door in doors:
@@ -100,6 +112,24 @@ class Meeting:
                     came = door.wait(b, numbers, max(0.0, until - time.monotonic()))
                 self._streams |= {(b, n): s for n, s in zip(numbers, came, strict=True)}
 
+    def _post(self, pairs: Collection[Pair], timeout: float) -> None:
+        """Let the messages of these pairs go by torch.distributed. All processes at once."""
+        posts: list[Post] = []
+        try:
+            self.world.agree(lambda: posts.append(Post()), "making a process group")
+        except BaseException:
+            for post in posts:
+                post.close()
+            raise
+        own = self.processes.of(self.world.rank)
+        for pair in pairs:
+            ends = [self.processes.of(rank) for rank in pair]
+            if own in ends:
+                number = self._payloads.get(pair, self._numbers[pair])  # headers stay
+                at = ends[1 - ends.index(own)], number
+                self._mails[at] = posts[0].mail(self._streams.pop(at), *at, timeout)
+        posts[0].seal()
+
     @contextmanager
     def _explained(self, peer: int) -> Iterator[None]:
         """A ConnectionError in here as a ConfigError that says between whom, and what to do."""
@@ -128,33 +158,38 @@ class Meeting:
                 if link.leads:  # a first step may be over before the next beat
                     self.board.clock = link.clock
                 self.links[peer] = link
+                del self._streams[peer, 0]
 
     def carry_off(self, pair: Pair, sender: Any) -> None:
         """Let what `sender` publishes go over the wire."""
         peer = self.processes.of(pair[1])
         outlet = _native.Outlet(self.board, pair[0], sender)
-        stream = self._streams[peer, self._numbers[pair]]
+        stream = self._way(peer, self._numbers[pair])
         self.links[peer].outgoing.append(Outgoing(self.board, stream, outlet))
 
     def bring(self, pair: Pair, slots: int) -> Any:
         """The end of a channel into which what comes over the wire goes."""
         peer = self.processes.of(pair[0])
         inlet = _native.Inlet(self.board, pair[1], slots)
-        stream = self._streams[peer, self._numbers[pair]]
+        stream = self._way(peer, self._numbers[pair])
         self.links[peer].incoming.append(Incoming(self.board, stream, inlet))
         return inlet
 
     def carry_payloads(self, pair: Pair, departures: Any) -> None:
         """Let the payloads that a staged link's device leaves in host memory go over the wire."""
         peer = self.processes.of(pair[1])
-        stream = self._streams[peer, self._payloads[pair]]
+        stream = self._way(peer, self._payloads[pair])
         self.links[peer].outgoing.append(Outgoing(self.board, stream, departures))
 
     def bring_payloads(self, pair: Pair, arrivals: Any) -> None:
         """Let them come to where the receiving device expects them."""
         peer = self.processes.of(pair[0])
-        stream = self._streams[peer, self._payloads[pair]]
+        stream = self._way(peer, self._payloads[pair])
         self.links[peer].incoming.append(Incoming(self.board, stream, arrivals))
+
+    def _way(self, peer: int, number: int) -> Stream | Mail:
+        at = peer, number
+        return self._mails.pop(at) if at in self._mails else self._streams.pop(at)
 
     def start(self) -> None:
         for link in self.links.values():
@@ -163,6 +198,16 @@ class Meeting:
     def close(self) -> None:
         """End all links, in order where that can be."""
         close_all(self.links.values())
+        self._give_back()  # of channels that were never made
+
+    def _unused(self) -> list[Stream | Mail]:
+        return [*self._streams.values(), *self._mails.values()]
+
+    def _give_back(self) -> None:
+        for stream in self._unused():
+            stream.close()
+        self._streams.clear()
+        self._mails.clear()
 
 
 def meet(world: World, on_cuda: bool) -> Meeting:

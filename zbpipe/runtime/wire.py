@@ -69,6 +69,10 @@ class Stream:
         except OSError as error:
             raise ConnectionError(str(error)) from error
 
+    def receive_payload(self, into: Any) -> None:
+        """What belongs to the last head comes the same way."""
+        self.receive(into)
+
     def writable(self, seconds: float) -> bool:
         """Whether a few kilobytes can be sent without waiting, within `seconds`."""
         try:
