@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 
 from crews import forked, shared_files
 from replaying import make, only_forward
+from zbpipe import doctor
 from zbpipe.program import Instruction, Op, Program, Programs, compile
 from zbpipe.runtime import device_links
 from zbpipe.runtime.executor import Crew
@@ -270,3 +271,13 @@ def test_a_missing_edge_between_processes_is_found(fake, fault):
     ranks = len(FAULTS[fault][0].ranks)
     for outcome in forked(separate_fault, ranks, fake(8, 40), FAULTS[fault]):
         assert outcome.get() != []
+
+
+def test_the_doctor_says_what_is_used_without_nccl(fake, monkeypatch):
+    fake()
+    monkeypatch.setenv("ZBPIPE_NCCL", "/nowhere/libnccl.so.2")
+    monkeypatch.setattr(doctor, "_installed", lambda *packages: None)
+    found = {one.name: one for one in doctor.examine().findings}
+    assert not found["transport nccl"].ok
+    assert "through the host's memory, which is slower" in found["transport nccl"].detail
+    assert "where NCCL is missing, on CUDA" in found["transport tcp"].detail
