@@ -227,7 +227,7 @@ API int cudaFree(void* data) {
   if (data == nullptr) return kOk;
   Process& p = process();
   const Allocation* found = p.find(data, 0, "cudaFree of " + hex(data));
-  if (found == nullptr || found->imported) return kInvalidValue;
+  if (found == nullptr || found->imported || found->host) return kInvalidValue;
   int host = p.host();
   p.must_not_be_used(found->buffer, "cudaFree");
   Locked locked(p.universe);
@@ -275,7 +275,7 @@ API int cudaMemsetAsync(void* to, int value, size_t bytes, void* stream) {
 API int cudaHostRegister(void* data, size_t bytes, unsigned) {
   count("cudaHostRegister");
   auto* base = static_cast<char*>(data);
-  Region region{bytes, 0, 0, {base, bytes, -1, -1, true}};
+  Region region{bytes, 0, 0, {base, bytes, -1, -1, false, true}};
   if (!locate(base, region.file, region.offset)) return kInvalidValue;
   Process& p = process();
   region.memory.buffer = p.universe.new_buffer(0, bytes, bytes);
@@ -310,7 +310,7 @@ API int cudaHostGetDevicePointer(void** out, void* data, unsigned) {
 API int cudaIpcGetMemHandle(Handle* out, void* data) {
   Process& p = process();
   const Allocation* found = p.find(data, 0, "cudaIpcGetMemHandle");
-  if (found == nullptr || found->imported) return kInvalidValue;
+  if (found == nullptr || found->imported || found->host) return kInvalidValue;
   *out = Handle{p.pid, found->fd, found->buffer, found->whole, {}};
   return kOk;
 }

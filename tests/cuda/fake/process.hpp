@@ -76,6 +76,7 @@ struct Allocation {
   int fd;
   int buffer;
   bool imported;
+  bool host = false;  // registered memory of the host
 };
 
 struct Region {
