@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+import torch.distributed as dist
 from beside import beside
 from faking import Fake, Gate, cuda_crew, run_relays, threads
 
@@ -23,10 +24,10 @@ PROGRAMS = compile(make("1f1b", 3, 4))
 WHERE = Action(1, "F", 1)
 
 
-def apart(world: World, timeout: float = 30.0) -> tuple[Crew, Loaded]:
+def apart(world: World, timeout: float = 30.0, transport: str = "tcp") -> tuple[Crew, Loaded]:
     """Each rank on a host of its own."""
     os.environ["ZBPIPE_HOST"] = f"host {world.rank}"
-    return cuda_crew(world, PROGRAMS, timeout, transport="tcp")
+    return cuda_crew(world, PROGRAMS, timeout, transport=transport)
 
 
 def nothing_is_left(device: Fake) -> None:
@@ -190,4 +191,25 @@ def on_the_cpu(world: World) -> None:
 
 def test_nccl_is_for_cuda():
     for outcome in forked(on_the_cpu, 3):
+        outcome.get()
+
+
+def mailed(world: World, device: Fake, store: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=world.rank, world_size=3)
+    crew, loaded = apart(world, transport="torch")
+    assert set(crew.transports().values()) == {"torch"}
+    run_relays(device, crew, loaded, range(4), largest=300_000)
+    assert device.reports() == []
+    world.gather(None)
+    with pytest.raises(StageError) as caught:
+        run_relays(device, crew, loaded, range(4, 5), at=boom)
+    named(caught.value, 1, WHERE, "ValueError: boom")
+    crew.close()
+    nothing_is_left(device)
+    world.gather(None)
+    dist.destroy_process_group()
+
+
+def test_payloads_by_torch_distributed_and_an_exception(fake, tmp_path):
+    for outcome in forked(mailed, 3, fake(8, jitter=60), str(tmp_path / "store")):
         outcome.get()
