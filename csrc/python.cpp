@@ -236,7 +236,7 @@ std::vector<std::pair<int64_t, int64_t>> times(const PyExecutor& executor) {
 
 void bind_channels(py::module_& m) {
   py::class_<Sender, std::shared_ptr<Sender>>(m, "Sender")
-      .def(py::init<int>(), py::arg("slots"))
+      .def(py::init<int, uint32_t>(), py::arg("slots"), py::arg("first") = 0)
       .def_property_readonly("fd", &Sender::fd)
       .def("announce", &Sender::announce, py::arg("slot"), py::arg("header"), py::arg("payload"))
       .def_property_readonly("slots", &Sender::slots);

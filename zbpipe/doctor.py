@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from .errors import ConfigError
+
 # As kernels.target.OLDEST_TRITON, which cannot be imported without torch.
 _OLDEST_TRITON = (3, 6)
 # What the CPU path needs; the rest is for CUDA.
@@ -268,8 +270,14 @@ def _tcp() -> Finding:
     """Where another host would look for this one, and how ranks tell hosts apart."""
     from .runtime import hosts, wire
 
-    others = [address for address in wire.local_addresses() if not _loopback(address)]
     name = "transport tcp"
+    try:
+        wire.named_addresses()
+    except ConfigError as error:
+        detail, _, want = str(error).partition("; ")
+        fix = f"between hosts only: unset it, or name {want.removeprefix('want ')}"
+        return Finding(name, False, detail, fix)
+    others = [address for address in wire.local_addresses() if not _loopback(address)]
     if not others:
         return Finding(
             name,

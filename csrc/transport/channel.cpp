@@ -23,12 +23,17 @@ size_t extent_bytes(size_t needed) {
 
 }  // namespace
 
-Sender::Sender(int slots) : file_(File::create("zbpipe-channel")), extents_(slots) {
+Sender::Sender(int slots, uint32_t first) : file_(File::create("zbpipe-channel")), extents_(slots) {
   ZB_CHECK(slots >= 1, "a channel needs at least one slot");
   end_ = control_bytes(slots);
   file_->grow(end_);
   control_ = std::make_unique<Mapping>(*file_, 0, end_);
   states_ = reinterpret_cast<SlotState*>(control_->data());
+  for (int slot = 0; slot < slots; ++slot) {
+    extents_[slot].sent = first;
+    states_[slot].ready.store(first, std::memory_order_relaxed);
+    states_[slot].free.store(first, std::memory_order_relaxed);
+  }
 }
 
 void Sender::ensure(Extent& extent, size_t bytes) {
@@ -86,13 +91,11 @@ void Sender::commit(int slot, size_t header, size_t payload, size_t carried) {
 }
 
 Receiver::Receiver(std::shared_ptr<File> file, int slots, bool poison)
-    : file_(std::move(file)),
-      received_(slots, 0),
-      maps_(slots),
-      offsets_(slots, 0),
-      poison_(poison) {
+    : file_(std::move(file)), received_(slots), maps_(slots), offsets_(slots, 0), poison_(poison) {
   control_ = std::make_unique<Mapping>(*file_, 0, control_bytes(slots));
   states_ = reinterpret_cast<SlotState*>(control_->data());
+  for (int slot = 0; slot < slots; ++slot)
+    received_[slot] = states_[slot].free.load(std::memory_order_acquire);
 }
 
 bool Receiver::receive(int slot, const Wait& wait) {

@@ -54,7 +54,8 @@ constexpr size_t kMostPayload = size_t{1} << 46;  // half of what a process can 
 
 class Sender {
  public:
-  explicit Sender(int slots);
+  /// `first`: where the slots' counters begin, which wrap (for tests: 2^32 messages take days).
+  explicit Sender(int slots, uint32_t first = 0);
 
   int fd() const { return file_->fd(); }
   int slots() const { return static_cast<int>(extents_.size()); }
@@ -99,6 +100,7 @@ class Sender {
 
 class Receiver {
  public:
+  /// Goes on where the slots' last receiver stopped; there was none on a new channel.
   Receiver(std::shared_ptr<File> file, int slots, bool poison);
 
   int slots() const { return static_cast<int>(received_.size()); }

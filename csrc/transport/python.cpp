@@ -41,16 +41,16 @@ void bind_relay(py::module_& m) {
           },
           "Where the message lies. Not to be used after done or commit.");
   py::class_<Outlet, std::shared_ptr<Outlet>>(m, "Outlet")
-      .def(py::init<std::shared_ptr<Board>, int, std::shared_ptr<Sender>>(), py::arg("board"),
-           py::arg("rank"), py::arg("sender"))
+      .def(py::init<std::shared_ptr<Board>, int, std::shared_ptr<Sender>, uint64_t>(),
+           py::arg("board"), py::arg("rank"), py::arg("sender"), py::arg("first") = 0)
       .def_property_readonly("rank", &Outlet::rank)
       .def("take", &take, py::arg("seconds"))
       .def("done", &Outlet::done, py::arg("slot"))
       .def("finish", &Outlet::finish)
       .def_property_readonly("finished", &Outlet::finished);
   py::class_<Inlet, std::shared_ptr<Inlet>>(m, "Inlet")
-      .def(py::init<std::shared_ptr<Board>, int, int>(), py::arg("board"), py::arg("rank"),
-           py::arg("slots"))
+      .def(py::init<std::shared_ptr<Board>, int, int, uint32_t>(), py::arg("board"),
+           py::arg("rank"), py::arg("slots"), py::arg("first") = 0)
       .def_property_readonly("rank", &Inlet::rank)
       .def_property_readonly("fd", &Inlet::fd)
       .def("room", &room, py::arg("slot"), py::arg("header"), py::arg("payload"),

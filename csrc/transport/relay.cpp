@@ -14,11 +14,13 @@ size_t contiguous(size_t header, size_t carried) {
 
 }  // namespace
 
-Outlet::Outlet(std::shared_ptr<Board> board, int rank, std::shared_ptr<Sender> sender)
+Outlet::Outlet(std::shared_ptr<Board> board, int rank, std::shared_ptr<Sender> sender,
+               uint64_t first)
     : board_(std::move(board)),
       rank_(rank),
       sender_(std::move(sender)),
-      queue_(std::make_shared<Queue>(sender_->slots())) {
+      queue_(std::make_shared<Queue>(sender_->slots(), first)),
+      taken_(first) {
   sender_->watch([queue = queue_](int slot) {
     uint64_t n = queue->published.load(std::memory_order_relaxed);
     queue->order[n % queue->order.size()].store(slot, std::memory_order_relaxed);
@@ -67,8 +69,8 @@ bool Outlet::finished() const {
   return queue_->ending && queue_->published.load(std::memory_order_acquire) == taken_;
 }
 
-Inlet::Inlet(std::shared_ptr<Board> board, int rank, int slots)
-    : board_(std::move(board)), rank_(rank), sender_(slots) {}
+Inlet::Inlet(std::shared_ptr<Board> board, int rank, int slots, uint32_t first)
+    : board_(std::move(board)), rank_(rank), sender_(slots, first) {}
 
 std::optional<Parcel> Inlet::room(int slot, size_t header, size_t payload, size_t carried,
                                   int64_t ns) {

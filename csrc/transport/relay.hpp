@@ -30,8 +30,10 @@ struct Parcel {
 
 class Outlet {
  public:
-  /// Made before the channel's first message. `rank`: the sending one.
-  Outlet(std::shared_ptr<Board> board, int rank, std::shared_ptr<Sender> sender);
+  /// Made before the channel's first message. `rank`: the sending one. `first`: where the count of
+  /// messages begins (for tests).
+  Outlet(std::shared_ptr<Board> board, int rank, std::shared_ptr<Sender> sender,
+         uint64_t first = 0);
   ~Outlet();
 
   int rank() const { return rank_; }
@@ -49,8 +51,8 @@ class Outlet {
  private:
   /// Outlives the Outlet where the channel does.
   struct Queue {
-    explicit Queue(int slots) : order(slots) {}
-    std::atomic<uint64_t> published{0};   // never wraps, so that it can count round the ring
+    Queue(int slots, uint64_t first) : published(first), order(slots) {}
+    std::atomic<uint64_t> published;      // never wraps, so that it can count round the ring
     std::vector<std::atomic<int>> order;  // a ring: a slot is in it once at most
     std::atomic<bool> ending{false};
     Word bell{0};
@@ -59,13 +61,13 @@ class Outlet {
   int rank_;
   std::shared_ptr<Sender> sender_;
   std::shared_ptr<Queue> queue_;
-  uint64_t taken_ = 0;
+  uint64_t taken_;
 };
 
 class Inlet {
  public:
-  /// `rank`: the receiving one.
-  Inlet(std::shared_ptr<Board> board, int rank, int slots);
+  /// `rank`: the receiving one. `first`: as a Sender's.
+  Inlet(std::shared_ptr<Board> board, int rank, int slots, uint32_t first = 0);
 
   int rank() const { return rank_; }
   int fd() const { return sender_.fd(); }

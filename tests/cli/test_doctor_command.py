@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import socket
 import subprocess
 import sys
 
@@ -117,6 +118,18 @@ def test_what_is_wrong_with_a_device_is_said(probe, name, detail, fix):
     assert not found.ok
     assert detail in found.detail
     assert fix in found.fix
+
+
+@pytest.mark.parametrize("given", ["eht0", "lo,eht0"])
+def test_an_interface_that_is_not_there_is_told_of(monkeypatch, capsys, given):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", given)
+    status, found, told = findings(capsys)
+    tcp = found["transport tcp"]
+    assert (status, told["cpu"], tcp["ok"]) == (0, True, False)  # between hosts only
+    assert f"GLOO_SOCKET_IFNAME = {given!r}: the network interface eht0 is not th" in tcp["detail"]
+    first, _, there = tcp["fix"].partition("unset it, or name one with an address, of ")
+    assert first == "between hosts only: "
+    assert there.split(", ") == [name for _, name in socket.if_nameindex()]
 
 
 @pytest.mark.parametrize(("value", "ok"), [(None, True), ("8", True), ("32", True), ("1", False)])

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
 from crews import Outcome, forked
+
+_HANG_S = 60  # guard
 
 
 def _joined(world: Any, fn: Callable[..., Any], path: str, hosts: str, args: Any) -> Any:
@@ -26,6 +30,22 @@ def _joined(world: Any, fn: Callable[..., Any], path: str, hosts: str, args: Any
 def on_hosts(folder: Any, fn: Callable[..., Any], hosts: str, *args: Any) -> list[Outcome]:
     """`fn(rank, *args)` in one process a letter of `hosts`; equal letters share a host."""
     return forked(_joined, len(hosts), fn, str(folder / "store"), hosts, args)
+
+
+_barriers = itertools.count()
+
+
+def barrier() -> None:
+    """Wait until all ranks are here. Whoever goes at once keeps nobody: in dist.barrier, a gloo
+    whose peer has closed the connection forgets what has come over it already.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    key = f"barrier {next(_barriers)}"
+    store.add(key, 1)
+    until = time.monotonic() + _HANG_S
+    while store.add(key, 0) < dist.get_world_size():
+        assert time.monotonic() < until, "somebody does not come"
+        time.sleep(0.002)
 
 
 def everyone(outcomes: list[Outcome]) -> list[Any]:

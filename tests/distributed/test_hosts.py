@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from hosting import everyone, native_threads, on_hosts, python_threads, sockets
+from hosting import barrier, everyone, native_threads, on_hosts, python_threads, sockets
 from torch import nn
 
 import zbpipe
@@ -235,7 +234,7 @@ def _left_behind(rank: int, transport: str) -> None:
         if i == 1:
             before = found()  # torch and gloo have started what they keep
         assert i < 2 or found() == before
-    dist.barrier()  # a rank that goes takes the job's own sockets with it
+    barrier()  # a rank that goes takes the job's own sockets with it
 
 
 @pytest.mark.parametrize("transport", ["tcp", "torch"])

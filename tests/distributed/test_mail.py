@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hosting import everyone, on_hosts
+from hosting import barrier, everyone, on_hosts
 from torch import nn
 
 import zbpipe
@@ -63,7 +63,7 @@ def _severed(rank: int, ends: Any, waits: str, size: int) -> str:
         # As far as rank 0 knows there is a peer which does its part.
         if waits == "send":
             mail._stream.send(b"!")
-        dist.barrier()
+        barrier()
         return ""
     timer = threading.Timer(0.3, mail.sever)
     timer.start()
@@ -73,7 +73,7 @@ def _severed(rank: int, ends: Any, waits: str, size: int) -> str:
         words = said(lambda: mail.receive_payload(memory))
     timer.join()
     assert said(lambda: mail.send(b"head", memory))
-    dist.barrier()
+    barrier()
     mail.close()
     return words
 

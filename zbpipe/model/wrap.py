@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..errors import ConfigError
+from ..flow import Flow
 from ..runtime import planner
 from ..runtime.hosts import forced_pairs
 from ..runtime.pipeline import Pipeline, Settings
@@ -78,7 +79,8 @@ def wrap(
         transport: how messages go from rank to rank. None: the fastest that works for each pair,
             in shared memory ("local" in a process, "shm" or on CUDA "ipc" on a host), else "tcp",
             or on CUDA "nccl". One of the latter or "torch" (by torch.distributed, with the job's
-            own backend) for all pairs, or {(from, to): "tcp"} for some.
+            own backend) for all pairs, or {(from, to): "tcp"} for some, of ranks that exchange
+            messages.
             Which host a rank is on is found out; ZBPIPE_HOST, set to different names, keeps
             processes apart that could share memory.
 
@@ -123,7 +125,13 @@ def wrap(
             "timing the layers",
         )[0]
         settings, taken = placed(settings, placement), replace(taken, sizes=sizes)
-    digests = world.agree(lambda: _digest(settings, taken), "wrapping the model")
+
+    def compared() -> tuple[str, str]:
+        if isinstance(transport, Mapping):
+            _check_channels(settings, taken)
+        return _digest(settings, taken)
+
+    digests = world.agree(compared, "wrapping the model")
     for rank, (digest, what) in enumerate(digests):
         if digest != digests[0][0]:
             raise ConfigError(
@@ -172,6 +180,19 @@ def _settings(
         seed=seed,
         forced=forced_pairs(transport, world.size, world.local),
     )
+
+
+def _check_channels(settings: Settings, taken: Taken) -> None:
+    """Raises ConfigError where a transport was given to a pair of ranks without a channel."""
+    channels = Flow(settings.schedules[0], False, bool(taken.cut().tied)).channels
+    for pair, name in settings.forced.items():
+        if pair not in channels:
+            there = ", ".join(map(str, sorted(channels)))
+            raise ConfigError(
+                f"transport = {{{pair!r}: {name!r}}}: rank {pair[0]} sends nothing to rank "
+                f"{pair[1]}; "
+                + (f"want pairs (from, to) of {there}" if there else "no rank sends any")
+            )
 
 
 def _budget(memory: Any, ranks: int) -> tuple[float, ...] | None:
