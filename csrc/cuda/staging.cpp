@@ -188,9 +188,7 @@ std::optional<Parcel> Arrivals::room(int slot, size_t header, size_t payload, si
            "slot " + std::to_string(slot) + " gets " + std::to_string(payload) + " bytes where " +
                std::to_string(place->bytes) + " in slot " + std::to_string(place->slot) +
                " were announced");
-  // 0 was not written by a stream, and is there from the beginning.
-  uint32_t before = place->number - 1;
-  auto emptied = [&] { return before == 0 || words_.seen(flags(slot).free, before); };
+  auto emptied = [&] { return words_.seen(flags(slot).free, place->number - 1); };
   if (!watch(emptied, end) || ending_) return std::nullopt;
   place->buffer->memory().use(place->buffer->data(), payload, true);
   return Parcel{slot, 0, payload, payload, place->buffer->data(), payload};
