@@ -111,5 +111,5 @@ def run(
     grace_ns: int,
 ) -> bool: ...
 
-cuda: Any  # csrc/cuda/python.cpp: Device, IpcOut, IpcIn, NcclOut, NcclIn, DeviceSlot, probe
+cuda: Any  # csrc/cuda/python.cpp: Device, its links, what carries staged ones, DeviceSlot, probe
 schedule: Any  # csrc/schedule; zbpipe/schedule/native.py gives it types

@@ -193,14 +193,14 @@ def _nccl(native: Any) -> tuple[bool, Finding]:
             found = native.cuda.probe_nccl()
         except RuntimeError as error:
             if installed is None:
-                return False, Finding("NCCL", False, f"needed {use}", str(error))
+                return False, Finding("NCCL", False, f"used {use}", str(error))
         else:
             number = found["version"]
             version = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
             return True, Finding("NCCL", True, f"{version}, {found['library']}; {use}")
     if installed is not None:
         return True, Finding("NCCL", True, f"{installed}, loaded with torch; {use}")
-    return False, Finding("NCCL", False, f"needed {use}", "it comes with a torch built for CUDA")
+    return False, Finding("NCCL", False, f"used {use}", "it comes with a torch built for CUDA")
 
 
 def _triton() -> Finding:
@@ -260,6 +260,9 @@ def _across(ready: bool, nccl: bool) -> Finding:
     name, what = "transport nccl", "between hosts, on CUDA"
     if ready and nccl:
         return Finding(name, True, f"{what}; what is not a payload goes by tcp")
+    if ready:
+        instead = "payloads go by tcp, through the host's memory, which is slower"
+        return Finding(name, False, f"{what}: NCCL is missing; {instead}", "see the lines above")
     return Finding(name, False, f"{what}: needs CUDA devices and NCCL", "see the lines above")
 
 
@@ -284,9 +287,8 @@ def _tcp() -> Finding:
         )
     given = os.environ.get("ZBPIPE_HOST", "")
     which = f"ZBPIPE_HOST={given}" if given else f"found out ({hosts.host_id().split(':')[0]})"
-    return Finding(
-        name, True, f"between hosts, on the CPU, at {', '.join(others)}; this host's name: {which}"
-    )
+    uses = "between hosts, on the CPU and, where NCCL is missing, on CUDA"
+    return Finding(name, True, f"{uses}, at {', '.join(others)}; this host's name: {which}")
 
 
 def _loopback(address: str) -> bool:

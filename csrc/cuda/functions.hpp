@@ -61,6 +61,15 @@ struct IpcHandle {
   X(cuMemGetAddressRange, "cuMemGetAddressRange_v2", uint64_t*, size_t*, uint64_t)         \
   X(cuDeviceGetAttribute, "cuDeviceGetAttribute", int*, int, int)
 
+// X(member, exported name, types of the arguments). None of them is CUDA's: a library that stands
+// in for it and looks for races learns what the host does with registered memory, which it cannot
+// see by itself (registered.hpp). Null where the library does not ask for it.
+#define ZB_CUDA_TOLD(X)                                      \
+  X(host_saw, "zbpipe_host_saw", const void*, uint32_t)      \
+  X(host_sets, "zbpipe_host_sets", const void*, uint32_t)    \
+  X(host_uses, "zbpipe_host_uses", const void*, size_t, int) \
+  X(host_takes, "zbpipe_host_takes", const void*, uint32_t, const void*)
+
 // Constants of driver_types.h and cuda.h (13.0; the same in 12).
 constexpr int kSuccess = 0;
 constexpr int kNotReady = 600;

@@ -5,36 +5,19 @@
 namespace zb::cuda {
 namespace {
 
-// What an abort adds to a counter: more than any run counts, less than half of its range.
-constexpr uint32_t kPast = 1U << 30;
-
 // How long the receiver waits, when it closes, for the sender to let go of the slots' memory.
 constexpr int64_t kCloseNs = 1'000'000'000;
 
 size_t words_bytes(int slots) { return round_up(slots * sizeof(LinkSlot), kPage); }
 
-/// Writes of a peer that reached the device before the flag did are made visible with the wait
-/// where the device offers that.
-unsigned wait_flags_of(const Runtime& runtime, int device) {
-  int flush = 0;
-  if (runtime.cuDeviceGetAttribute(&flush, kCanFlushRemoteWrites, device) != kSuccess) flush = 0;
-  return kWaitValueGeq | (flush != 0 ? kWaitValueFlush : 0U);
-}
-
 }  // namespace
 
 LinkWords::LinkWords(std::shared_ptr<const Runtime> runtime, std::shared_ptr<File> file, int slots)
     : memory(slots),
-      runtime_(std::move(runtime)),
       file_(std::move(file)),
       slots_(slots),
-      map_(*file_, 0, words_bytes(slots)),
-      at_(reinterpret_cast<LinkSlot*>(map_.data())) {
-  ZB_CUDA(*runtime_, cudaHostRegister(map_.data(), map_.size(), kHostRegisterPortableMapped));
-  void* device = nullptr;
-  ZB_CUDA(*runtime_, cudaHostGetDevicePointer(&device, map_.data(), 0));
-  device_ = reinterpret_cast<uint64_t>(device);
-}
+      shared_(std::move(runtime), *file_, words_bytes(slots)),
+      at_(reinterpret_cast<LinkSlot*>(shared_.data())) {}
 
 void LinkWords::make_local() {
   ZB_CHECK(!local_, "a link has one receiver");
@@ -45,11 +28,7 @@ void LinkWords::make_local() {
 void LinkWords::leave() {
   if (ends_.fetch_sub(1) != 1) return;
   memory.clear();
-  ZB_CUDA(*runtime_, cudaHostUnregister(map_.data()));
-}
-
-uint64_t LinkWords::device(const Word& word) const {
-  return device_ + static_cast<uint64_t>(reinterpret_cast<const char*>(&word) - map_.data());
+  shared_.give_back();
 }
 
 IpcOut::IpcOut(std::shared_ptr<const Runtime> runtime, std::shared_ptr<Board> board, int device,
@@ -58,7 +37,7 @@ IpcOut::IpcOut(std::shared_ptr<const Runtime> runtime, std::shared_ptr<Board> bo
       runtime_(std::move(runtime)),
       board_(std::move(board)),
       device_(device),
-      wait_flags_(wait_flags_of(*runtime_, device)),
+      wait_flags_(wait_flags(*runtime_, device)),
       slots_(slots) {
   ZB_CHECK(slots >= 1, "a link needs at least one slot");
   ZB_CHECK(peer >= 0 && peer < board_->ranks(), "a link's peer is not on the board");
@@ -131,15 +110,12 @@ void IpcOut::send(Stream stream, int index, const Message& message) {
   Slot& slot = slots_.at(index);
   ZB_CHECK(message.payload <= slot.capacity, "a message is larger than its slot");
   LinkSlot& shared = (*words_)[index];
-  if (slot.sent > 0)
-    ZB_CUDA(*runtime_,
-            cuStreamWaitValue32(stream, words_->device(shared.free), slot.sent, wait_flags_));
+  if (slot.sent > 0) words_->registered().wait(stream, shared.free, slot.sent, wait_flags_);
   for (const Piece& piece : message.pieces)
     ZB_CUDA(*runtime_, cudaMemcpyAsync(slot.data + piece.offset, piece.data, piece.bytes,
                                        kMemcpyDefault, stream));
   ++slot.sent;
-  ZB_CUDA(*runtime_, cuStreamWriteValue32(stream, words_->device(shared.ready), slot.sent,
-                                          kWriteValueDefault));
+  words_->registered().write(stream, shared.ready, slot.sent);
 }
 
 void IpcOut::abort() {
@@ -169,7 +145,7 @@ IpcIn::IpcIn(std::shared_ptr<const Runtime> runtime, std::shared_ptr<Board> boar
       runtime_(std::move(runtime)),
       board_(std::move(board)),
       device_(device),
-      wait_flags_(wait_flags_of(*runtime_, device)),
+      wait_flags_(wait_flags(*runtime_, device)),
       words_(std::move(words)),
       poison_(poison),
       slots_(words_->slots()) {
@@ -218,8 +194,7 @@ void IpcIn::receive(Stream stream, int index, size_t bytes) {
   Slot& slot = slots_.at(index);
   ++slot.received;
   slot.bytes = bytes;
-  ZB_CUDA(*runtime_, cuStreamWaitValue32(stream, words_->device((*words_)[index].ready),
-                                         slot.received, wait_flags_));
+  words_->registered().wait(stream, (*words_)[index].ready, slot.received, wait_flags_);
 }
 
 void IpcIn::release(Stream stream, int index) {
@@ -229,8 +204,7 @@ void IpcIn::release(Stream stream, int index) {
   if (poison_ && slot.bytes > 0)
     ZB_CUDA(*runtime_, cudaMemsetAsync(slot.memory.get(), 0xff, slot.bytes, stream));
   slot.released = slot.received;
-  ZB_CUDA(*runtime_, cuStreamWriteValue32(stream, words_->device((*words_)[index].free),
-                                          slot.released, kWriteValueDefault));
+  words_->registered().write(stream, (*words_)[index].free, slot.released);
 }
 
 void IpcIn::abort() {

@@ -15,6 +15,7 @@
 
 #include "board.hpp"
 #include "cuda/link.hpp"
+#include "cuda/registered.hpp"
 #include "cuda/runtime.hpp"
 #include "memory.hpp"
 
@@ -45,8 +46,7 @@ class LinkWords {
   void seal() { file_.reset(); }
   int slots() const { return slots_; }
   LinkSlot& operator[](int slot) const { return at_[slot]; }
-  /// Where the device finds a word of this memory.
-  uint64_t device(const Word& word) const;
+  const Registered& registered() const { return shared_; }
 
   /// Both ends live in this process; then the slots' memories pass by `memory`, set before their
   /// generation is published, and the words own them too.
@@ -58,12 +58,10 @@ class LinkWords {
   void leave();
 
  private:
-  std::shared_ptr<const Runtime> runtime_;
   std::shared_ptr<File> file_;
   int slots_;
-  Mapping map_;
+  Registered shared_;
   LinkSlot* at_;
-  uint64_t device_ = 0;
   bool local_ = false;
   std::atomic<int> ends_{1};
 };

@@ -1,12 +1,6 @@
 #include "cuda/link.hpp"
 
 namespace zb::cuda {
-namespace {
-
-// cudaMalloc cuts smaller allocations out of blocks of this size, and a handle exports the block.
-constexpr uint64_t kGranule = 2 << 20;
-
-}  // namespace
 
 DeviceMemory allocate(const std::shared_ptr<const Runtime>& runtime, int device, size_t bytes) {
   OnDevice scope(*runtime, device);
@@ -22,8 +16,8 @@ DeviceMemory allocate(const std::shared_ptr<const Runtime>& runtime, int device,
   });
 }
 
-size_t roomy(size_t bytes) {
-  size_t capacity = kGranule;
+size_t roomy(size_t bytes, size_t least) {
+  size_t capacity = least;
   while (capacity < bytes) capacity *= 2;
   return capacity;
 }

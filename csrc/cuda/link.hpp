@@ -1,5 +1,5 @@
 /// The device's half of a channel, whatever carries the payloads: `ipc` within a host, `nccl`
-/// across.
+/// or, staged through host memory, `tcp` across.
 ///
 /// The host's half (transport/channel.hpp) carries the headers, and with them the knowledge of what
 /// has been enqueued: a header is published after the message's transfer has been enqueued, and a
@@ -20,8 +20,11 @@ class Communicator;
 using DeviceMemory = std::shared_ptr<char>;
 /// `bytes` on `device`.
 DeviceMemory allocate(const std::shared_ptr<const Runtime>& runtime, int device, size_t bytes);
-/// The size to allocate for `bytes`, so that a slot which grows does so a few times only.
-size_t roomy(size_t bytes);
+// cudaMalloc cuts smaller allocations out of blocks of this size, and a handle exports the block.
+constexpr size_t kGranule = 2 << 20;
+/// The size to allocate for `bytes`, `least` at least, so that a slot which grows does so a few
+/// times only.
+size_t roomy(size_t bytes, size_t least = kGranule);
 
 /// Keeps for ever what streams may still use.
 template <class Held>

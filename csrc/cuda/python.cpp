@@ -9,6 +9,7 @@
 #include "cuda/cuda_device.hpp"
 #include "cuda/ipc_link.hpp"
 #include "cuda/nccl_link.hpp"
+#include "cuda/staged_link.hpp"
 
 namespace py = pybind11;
 
@@ -94,6 +95,49 @@ void bind_nccl(py::module_& cuda) {
       .def("advance", &NcclIn::advance, py::call_guard<py::gil_scoped_release>());
 }
 
+std::optional<Parcel> take(Departures& departures, double seconds) {
+  return departures.take(static_cast<int64_t>(seconds * 1e9));
+}
+
+std::optional<Parcel> room(Arrivals& arrivals, int slot, size_t header, size_t payload,
+                           size_t carried, double seconds) {
+  return arrivals.room(slot, header, payload, carried, static_cast<int64_t>(seconds * 1e9));
+}
+
+/// `Departures` and `Arrivals` have the faces of Outlet and Inlet (transport/python.cpp).
+void bind_staged(py::module_& cuda) {
+  py::class_<Departures, std::shared_ptr<Departures>>(cuda, "Departures")
+      .def_property_readonly("rank", &Departures::rank)
+      .def("take", &take, py::arg("seconds"), py::call_guard<py::gil_scoped_release>())
+      .def("done", &Departures::done, py::arg("slot"))
+      .def("finish", &Departures::finish)
+      .def_property_readonly("finished", &Departures::finished);
+  py::class_<Arrivals, std::shared_ptr<Arrivals>>(cuda, "Arrivals")
+      .def_property_readonly("rank", &Arrivals::rank)
+      .def("room", &room, py::arg("slot"), py::arg("header"), py::arg("payload"),
+           py::arg("carried"), py::arg("seconds"), py::call_guard<py::gil_scoped_release>())
+      .def("commit", &Arrivals::commit, py::arg("parcel"))
+      .def("finish", &Arrivals::finish);
+  py::class_<StagedOut, OutLink, std::shared_ptr<StagedOut>>(cuda, "StagedOut")
+      .def(py::init([](std::shared_ptr<Board> board, int rank, int device, int peer, int slots,
+                       size_t ahead) {
+             return std::make_shared<StagedOut>(Runtime::load(), std::move(board), rank, device,
+                                                peer, slots, ahead);
+           }),
+           py::arg("board"), py::arg("rank"), py::arg("device"), py::arg("peer"), py::arg("slots"),
+           py::arg("ahead"))
+      .def_property_readonly("departures", &StagedOut::departures);
+  py::class_<StagedIn, InLink, std::shared_ptr<StagedIn>>(cuda, "StagedIn")
+      .def(py::init([](std::shared_ptr<Board> board, int rank, int device, int peer, int slots,
+                       bool poison) {
+             return std::make_shared<StagedIn>(Runtime::load(), std::move(board), rank, device,
+                                               peer, slots, poison);
+           }),
+           py::arg("board"), py::arg("rank"), py::arg("device"), py::arg("peer"), py::arg("slots"),
+           py::arg("poison") = false)
+      .def_property_readonly("arrivals", &StagedIn::arrivals);
+}
+
 /// What `zbpipe doctor` reports. Raises RuntimeError where no runtime can be loaded.
 py::dict probe() {
   auto runtime = Runtime::load();
@@ -163,6 +207,7 @@ void bind(py::module_& m) {
       .def_static("beside", &beside, py::arg("out"), py::arg("board"), py::arg("device"),
                   py::arg("peer"), py::arg("poison") = false);
   bind_nccl(cuda);
+  bind_staged(cuda);
   py::class_<CudaDevice, std::shared_ptr<CudaDevice>>(cuda, "Device")
       .def(py::init<std::shared_ptr<Board>, int, int>(), py::arg("board"), py::arg("rank"),
            py::arg("ordinal"))

@@ -66,6 +66,9 @@ void Runtime::resolve() {
 #define ZB_FIND(name, symbol, ...) find(this->name, from, symbol);
   ZB_CUDA_DRIVER(ZB_FIND)
 #undef ZB_FIND
+#define ZB_FIND(name, symbol, ...) find(this->name, runtime_, symbol);
+  ZB_CUDA_TOLD(ZB_FIND)
+#undef ZB_FIND
   if (!missing.empty())
     throw std::runtime_error(library_ + " lacks functions of the CUDA runtime:" + missing);
 }

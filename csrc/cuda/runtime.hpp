@@ -26,6 +26,9 @@ class Runtime {
 #define ZB_MEMBER(name, symbol, ...) int (*name)(__VA_ARGS__) = nullptr;
   ZB_CUDA_DRIVER(ZB_MEMBER)
 #undef ZB_MEMBER
+#define ZB_MEMBER(name, symbol, ...) void (*name)(__VA_ARGS__) = nullptr;
+  ZB_CUDA_TOLD(ZB_MEMBER)
+#undef ZB_MEMBER
 
   /// Throws unless `status` is success, with the call's text and CUDA's name for the error.
   void check(int status, const char* call) const;

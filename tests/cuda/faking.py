@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import subprocess
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,7 +23,9 @@ from zbpipe.schedule.core import Action
 SOURCES = Path(__file__).parent / "fake"
 
 # Fault kinds, as in fake/process.hpp.
-WAIT_VALUE, WAIT_EVENT, EARLY_RECORD = 0, 1, 2
+WAIT_VALUE, WAIT_EVENT, EARLY_RECORD, EARLY_WRITE = 0, 1, 2, 3
+# What threads of the host see in vain.
+FLAGS, TAKEN = 1, 2
 
 
 def compile_fake(folder: Path, *flags: str) -> Path:
@@ -85,6 +88,10 @@ class Fake:
         """The stream's `call`-th call of that kind from now on misbehaves; -2: all do."""
         self.lib.fake_fault(ctypes.c_void_p(stream), kind, call)
 
+    def blind(self, what: int) -> None:
+        """From now on the host's threads see flags, or that memory is free, in vain; 0: again."""
+        self.lib.fake_blind(what)
+
     def malloc(self, nbytes: int) -> int:
         out = ctypes.c_void_p()
         assert self.lib.cudaMalloc(ctypes.byref(out), ctypes.c_size_t(nbytes)) == 0
@@ -106,13 +113,18 @@ class Fake:
 
     def blocking(self) -> int:
         """Calls so far that may make the host wait for the device."""
-        names = ("cudaFree", "cudaIpcCloseMemHandle", "cudaStreamSynchronize")
+        names = ("cudaFree", "cudaIpcCloseMemHandle", "cudaHostUnregister", "cudaStreamSynchronize")
         return sum(map(self.calls, names))
 
     def reports(self) -> list[str]:
         out = ctypes.create_string_buffer(1 << 16)
         self.lib.fake_reports(out, len(out) - 1)
         return out.value.decode().splitlines()
+
+
+def threads() -> list[str]:
+    """Names of zbpipe's Python threads in this process."""
+    return sorted(t.name for t in threading.enumerate() if t.name.startswith("zbpipe"))
 
 
 def _spans(memories: Sequence[Memory]) -> Any:

@@ -204,13 +204,16 @@ def _between_processes(world, store: str, library: str, transport: str | None) -
             torch.testing.assert_close(pipe.step(x, target=y), expected, rtol=1e-10, atol=1e-10)
         assert_same_gradients(gradients(pipe.named_parameters()), want, case.tolerance)
         kinds = sorted(set(pipe._crew.transports().values()))
+        assert f"rank 0 → 1: {kinds[0]}" in pipe.summary()
         pipe.close()
         return kinds + fake.reports()
     finally:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("transport", "found"), [(None, "ipc"), ("nccl", "nccl")])
+@pytest.mark.parametrize(
+    ("transport", "found"), [(None, "ipc"), ("nccl", "nccl"), ("tcp", "tcp"), ("torch", "torch")]
+)
 def test_between_processes(fake, tmp_path, transport, found):
     made = fake()
     outcomes = forked(_between_processes, 2, str(tmp_path / "store"), made.path, transport)

@@ -98,17 +98,6 @@ def test_ranks_on_two_hosts(fake, name):
         assert outcome.get() == []
 
 
-def tcp(world: World) -> None:
-    with pytest.raises(ConfigError, match="= 'tcp': the ranks are on CUDA devices, want 'nccl'"):
-        cuda_crew(world, programs_of("1f1b", 2, 2), transport="tcp")
-
-
-def test_tcp_is_for_the_cpu(fake):
-    fake(QUEUES)
-    for outcome in forked(tcp, 2):
-        outcome.get()
-
-
 def test_more_separate_ranks_and_larger_messages(fake):
     for outcome in forked(separate, 4, fake(QUEUES, jitter=100), "zb_v", 8, 5 << 20):
         assert outcome.get() == []

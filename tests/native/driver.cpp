@@ -21,9 +21,11 @@
 #include <string>
 #include <vector>
 
+#include "carriers.hpp"
 #include "cuda/cuda_device.hpp"
 #include "cuda/ipc_link.hpp"
 #include "cuda/nccl_link.hpp"
+#include "cuda/staged_link.hpp"
 #include "executor.hpp"
 
 using namespace zb;
@@ -39,6 +41,7 @@ struct RankProgram {
 struct Plan {
   std::map<std::pair<int, int>, int> slots;
   std::vector<RankProgram> ranks;
+  Wires wires;
 };
 
 template <class T>
@@ -127,7 +130,7 @@ struct Meeting {
 class Rank {
  public:
   Rank(const Plan& plan, int rank, std::shared_ptr<Board> board, const std::string& device)
-      : mine_(plan.ranks[rank]), rank_(rank), board_(board), nccl_(device == "nccl") {
+      : mine_(plan.ranks[rank]), rank_(rank), board_(board), how_(device) {
     if (device != "cpu") {
       fake_ = std::make_unique<Fake>();
       device_ = std::make_shared<cuda::CudaDevice>(board, rank, 0);
@@ -143,7 +146,12 @@ class Rank {
       Address& address = meeting.at[rank_ * 8 + to];
       address.channel = sender->fd();
       executor_->add(std::move(sender));
-      if (nccl_) {
+      if (how_ == "staged") {
+        auto link = std::make_shared<cuda::StagedOut>(cuda::Runtime::load(), board_, rank_, 0, to,
+                                                      slots, 200'000);  // few bytes ahead
+        carriers.carry(link->departures(), plan.wires.out(rank_, to));
+        device_->add(std::move(link));
+      } else if (how_ == "nccl") {
         auto link = std::make_shared<cuda::NcclOut>(cuda::Runtime::load(), 0, to, slots);
         address.id = link->id();
         connecting_.push_back([link] { return link->advance(); });
@@ -168,7 +176,14 @@ class Rank {
       int slots = plan.slots.at({from, rank_});
       executor_->add(std::make_shared<Receiver>(File::open(pid, address.channel), slots, !device_));
       if (!device_) continue;
-      if (nccl_) {
+      if (how_ == "staged") {
+        auto link = std::make_shared<cuda::StagedIn>(cuda::Runtime::load(), board_, rank_, 0, from,
+                                                     slots, true);
+        carriers.bring(link->arrivals(), plan.wires.in(from, rank_));
+        device_->add(std::move(link));
+        continue;
+      }
+      if (how_ == "nccl") {
         auto link =
             std::make_shared<cuda::NcclIn>(cuda::Runtime::load(), 0, from, slots, address.id, true);
         connecting_.push_back([link] { return link->advance(); });
@@ -210,6 +225,7 @@ class Rank {
   }
 
   void stop() { executor_->halt(5'000'000'000); }
+  Carriers carriers;
 
   std::string reports() const {
     std::string text(1 << 16, 0);
@@ -290,7 +306,7 @@ class Rank {
   const RankProgram& mine_;
   int rank_;
   std::shared_ptr<Board> board_;
-  bool nccl_;
+  std::string how_;
   std::vector<std::function<bool()>> connecting_;
   std::unique_ptr<Fake> fake_;
   std::shared_ptr<cuda::CudaDevice> device_;
@@ -330,6 +346,8 @@ int drive(const Plan& plan, const std::vector<int>& ranks, const std::shared_ptr
     for (auto& rank : mine) ok = rank->join() && ok;
   }
   for (auto& rank : mine) rank->stop();
+  for (auto& rank : mine) rank->carriers.finish(ok);
+  for (auto& rank : mine) rank->carriers.join();
   // After an abort copies run on without order, into memory that nobody reads any more.
   if (options.fail) return !ok && board->failure().message == "as it was told to" ? 0 : 1;
   std::string reports = mine.front()->reports();
@@ -361,12 +379,13 @@ int forked(const Plan& plan, Meeting& meeting, const Options& options) {
 
 int main(int argc, char** argv) {
   if (argc != 5 && argc != 6) {
-    fprintf(stderr, "usage: driver cpu|cuda|nccl local|forked PROGRAMS RUNS [fail]\n");
+    fprintf(stderr, "usage: driver cpu|cuda|nccl|staged local|forked PROGRAMS RUNS [fail]\n");
     return 2;
   }
   Options options{argv[1], argc == 6, atoi(argv[4])};
   try {
     Plan plan = read(argv[3]);
+    for (const auto& [pair, _] : plan.slots) plan.wires.add(pair.first, pair.second);
     auto* meeting = static_cast<Meeting*>(
         mmap(nullptr, sizeof(Meeting), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
     if (strcmp(argv[2], "forked") == 0) return forked(plan, *meeting, options);

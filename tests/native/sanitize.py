@@ -3,8 +3,8 @@
     python tests/native/sanitize.py [--only NAME] [--folder DIR]
 
 Builds tests/native/driver.cpp with csrc/ and the fake CUDA device once for each sanitizer and runs
-it over several Programs: on the CPU and on the fake device, ranks in one process and in forked
-ones, to the end and with an action that raises.
+it over several Programs: on the CPU and on the fake device over each kind of link, ranks in one
+process and in forked ones, to the end and with an action that raises.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def run(driver: Path, fake: Path, folder: Path) -> list[str]:
     for number, (name, ranks, microbatches) in enumerate(CASES):
         programs = folder / f"{name}.txt"
         programs.write_text(text_of(compile(build(name, ranks, microbatches))))
-        for device in ("cpu", "cuda", "nccl"):
+        for device in ("cpu", "cuda", "nccl", "staged"):
             for where in ("local", "forked"):
                 state = folder / f"state-{number}-{device}-{where}"
                 settings = {

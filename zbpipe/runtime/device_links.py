@@ -9,15 +9,19 @@ from typing import Any
 
 from .. import _native
 from ..errors import ConfigError
+from .hosts import BRIDGED, Pair
 
-Pair = tuple[int, int]
+# Up to that many bytes of pinned memory a pair, messages are staged before those ahead of them have
+# left: some 8 messages of 8192 tokens of 8192 values of 2 bytes. More would be taken from the rest
+# of the host for good, less makes the host wait for the network.
+AHEAD = 1 << 30
 
 # CUDA's default number of hardware queues (CUDA C++ Programming Guide, environment variables).
 _QUEUES = 8
 
 
 class DeviceLinks:
-    """Links of this process's ranks: `local` and `ipc`, or `nccl`.
+    """Links of this process's ranks: `local` and `ipc`, `nccl`, or staged through host memory.
 
     `offer` and `accept` are called for each pair in one order of the pairs on all ranks; between
     them what `offer` returned travels to the receiver.
@@ -26,11 +30,17 @@ class DeviceLinks:
     def __init__(
         self, board: Any, cuda: Mapping[int, Any], devices: Mapping[int, int], poison: bool
     ) -> None:
-        """`cuda`: native device of each rank of this process; `devices`: its number."""
+        """`cuda`: native device of each rank of this process; `devices`: its number.
+
+        `departures` and `arrivals`: what somebody has to carry, of staged links, by pair. To be
+        emptied by whoever takes them: they hold memory.
+        """
         self._board, self._cuda, self._devices = board, cuda, devices
         self._poison = poison
         self._outs: dict[Pair, Any] = {}
         self._connecting: dict[Pair, list[Any]] = {}
+        self.departures: dict[Pair, Any] = {}
+        self.arrivals: dict[Pair, Any] = {}
 
     def offer(self, pair: Pair, slots: int, transport: str) -> Any:
         """Make the sender's end; what the receiver needs to know of it."""
@@ -40,6 +50,12 @@ class DeviceLinks:
             self._connecting.setdefault(pair, []).append(link)
             self._cuda[source].add_out(link)
             return link.id
+        if transport in BRIDGED:
+            at = (self._board, source, self._devices[source], target, slots)
+            link = _native.cuda.StagedOut(*at, AHEAD)
+            self.departures[pair] = link.departures
+            self._cuda[source].add_out(link)
+            return None
         link = self._outs[pair] = _native.cuda.IpcOut(
             self._board, self._devices[source], target, slots
         )
@@ -53,6 +69,10 @@ class DeviceLinks:
         if transport == "nccl":
             link = _native.cuda.NcclIn(self._devices[target], source, slots, offered, self._poison)
             self._connecting.setdefault(pair, []).append(link)
+        elif transport in BRIDGED:
+            where = (self._board, target, self._devices[target], source, slots)
+            link = _native.cuda.StagedIn(*where, self._poison)
+            self.arrivals[pair] = link.arrivals
         elif pair in self._outs:
             link = _native.cuda.IpcIn.beside(self._outs[pair], *at, self._poison)
         else:

@@ -15,7 +15,7 @@ from ..program import Op, Program, Programs
 from ..timeline import Span, Timeline
 from . import control
 from .device_links import DeviceLinks, check_queues
-from .hosts import BRIDGED, FORCED, Pair
+from .hosts import BRIDGED, Pair
 from .meeting import Meeting, meet
 from .world import World
 
@@ -87,8 +87,10 @@ class Crew:
         # Headers, and on the CPU all of a message, go over a link where no memory is shared.
         processes = self._meeting.processes
         apart = {pair for pair in slots if processes.apart(pair, where[pair])}
+        bridged = {pair for pair in apart if where[pair] in BRIDGED}
         mailed = {pair for pair in apart if where[pair] == "torch"}
-        self._meeting.connect(sorted(apart), self._timeout, sorted(mailed))
+        staged = sorted(bridged) if self.cuda else []
+        self._meeting.connect(sorted(apart), self._timeout, sorted(mailed), staged)
         parts = self.world.agree(lambda: self._offer(where, apart), "making channels")
         everywhere = {pair: at for part in parts for pair, at in part.items()}
 
@@ -114,6 +116,8 @@ class Crew:
                     offered = self._links.offer(pair, count, where[pair])
                 if pair in apart:
                     self._meeting.carry_off(pair, sender)
+                if pair in self._links.departures:
+                    self._meeting.carry_payloads(pair, self._links.departures.pop(pair))
                 made[pair] = (os.getpid(), sender.fd, offered)
         return made
 
@@ -130,17 +134,17 @@ class Crew:
                 self.executors[pair[1]].add_receiver(_native.Receiver(pid, fd, count, on_host))
                 if pair[1] in self.cuda:
                     self._links.accept(pair, count, where[pair], pid, offered)
+                if pair in self._links.arrivals:
+                    self._meeting.bring_payloads(pair, self._links.arrivals.pop(pair))
         self._meeting.start()
         self._links.connect(self._timeout, self.raise_failure)
 
     def _check_transports(self, where: Mapping[Pair, str]) -> None:
-        can = ("nccl",) if self.cuda else BRIDGED
         for (a, b), name in where.items():
-            if name in FORCED and name not in can:
-                kind = "on CUDA devices" if self.cuda else "on the CPU"
-                want = " or ".join(map(repr, can))
+            if name == "nccl" and not self.cuda:
+                want = " or ".join(map(repr, BRIDGED))
                 raise ConfigError(
-                    f"transport of rank {a} → {b} = {name!r}: the ranks are {kind}, want {want}"
+                    f"transport of rank {a} → {b} = {name!r}: the ranks are on the CPU, want {want}"
                 )
 
     def _transport(self, pair: Pair) -> str:

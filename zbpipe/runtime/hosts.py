@@ -14,7 +14,8 @@ from ..errors import ConfigError
 
 Pair = tuple[int, int]
 
-# What `wrap(transport=)` may ask for; those that go over a link on any device, even on one host.
+# What `wrap(transport=)` may ask for; those that go over a link on any device, even on one host,
+# with payloads of CUDA devices staged through host memory.
 FORCED = ("tcp", "torch", "nccl")
 BRIDGED = ("tcp", "torch")
 
@@ -100,6 +101,7 @@ class Processes:
 
     ranks: tuple[tuple[int, ...], ...]
     hosts: tuple[int, ...]  # of each process; a host is named by its first process
+    nccl: tuple[bool, ...] = ()  # whether each process can load it; on CUDA devices of more hosts
 
     def of(self, rank: int) -> int:
         """The process that drives `rank`."""
@@ -114,7 +116,7 @@ class Processes:
         return sorted(set(self.hosts))
 
     def transport(self, pair: Pair, forced: Mapping[Pair, str], cuda: bool) -> str:
-        """How messages go: "local", "shm" or "tcp", and on CUDA "local", "ipc" or "nccl".
+        """How messages go: "local", "shm" or "tcp", and on CUDA "local", "ipc", "nccl" or "tcp".
 
         `forced`: what was asked for in place of that, "torch" among it.
         """
@@ -123,7 +125,7 @@ class Processes:
         if self.of(pair[0]) == self.of(pair[1]):
             return "local"
         if self.host(pair[0]) != self.host(pair[1]):
-            return "nccl" if cuda else "tcp"
+            return "nccl" if cuda and all(self.nccl[self.of(rank)] for rank in pair) else "tcp"
         return "ipc" if cuda else "shm"
 
     def apart(self, pair: Pair, transport: str) -> bool:

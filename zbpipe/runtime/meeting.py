@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .. import _native
@@ -38,12 +38,20 @@ class Meeting:
     _streams: dict[Pair, Stream] = field(default_factory=dict)  # (process, number)
     _mails: dict[Pair, Mail] = field(default_factory=dict)  # in the place of some streams
     _numbers: dict[Pair, int] = field(default_factory=dict)  # of each bridged pair's stream
+    _payloads: dict[Pair, int] = field(default_factory=dict)  # of each staged pair's second one
 
-    def connect(self, pairs: Sequence[Pair], timeout: float, mailed: Collection[Pair] = ()) -> None:
+    def connect(
+        self,
+        pairs: Sequence[Pair],
+        timeout: float,
+        mailed: Collection[Pair] = (),
+        staged: Sequence[Pair] = (),
+    ) -> None:
         """Link the hosts, and the processes of these `pairs` of ranks. Collective.
 
-        `mailed`: those of the pairs whose messages go by torch.distributed. Raises ConfigError on
-        every rank where a process cannot reach another.
+        `mailed`: those of the pairs whose messages go by torch.distributed; `staged`: those whose
+        payloads come from devices, and go alone. Raises ConfigError on every rank where a process
+        cannot reach another.
         """
         wanted = self.processes.linked(pairs)
         if not wanted:
@@ -51,9 +59,10 @@ class Meeting:
         of = self.processes.of
         # Stream 0 is the link's own.
         self._numbers = {pair: number for number, pair in enumerate(pairs, 1)}
+        self._payloads = {pair: n for n, pair in enumerate(staged, 1 + len(pairs))}
+        numbered = [*self._numbers.items(), *self._payloads.items()]
         streams = {
-            pair: [0, *(n for p, n in self._numbers.items() if {*map(of, p)} == {*pair})]
-            for pair in wanted
+            pair: [0, *(n for p, n in numbered if {*map(of, p)} == {*pair})] for pair in wanted
         }
         doors: list[Door] = []  # of this process: one, once it is open
         what = "connecting the hosts"
@@ -116,7 +125,8 @@ class Meeting:
         for pair in pairs:
             ends = [self.processes.of(rank) for rank in pair]
             if own in ends:
-                at = ends[1 - ends.index(own)], self._numbers[pair]
+                number = self._payloads.get(pair, self._numbers[pair])  # headers stay
+                at = ends[1 - ends.index(own)], number
                 self._mails[at] = posts[0].mail(self._streams.pop(at), *at, timeout)
         posts[0].seal()
 
@@ -154,19 +164,31 @@ class Meeting:
         """Let what `sender` publishes go over the wire."""
         peer = self.processes.of(pair[1])
         outlet = _native.Outlet(self.board, pair[0], sender)
-        stream = self._way(peer, pair)
+        stream = self._way(peer, self._numbers[pair])
         self.links[peer].outgoing.append(Outgoing(self.board, stream, outlet))
 
     def bring(self, pair: Pair, slots: int) -> Any:
         """The end of a channel into which what comes over the wire goes."""
         peer = self.processes.of(pair[0])
         inlet = _native.Inlet(self.board, pair[1], slots)
-        stream = self._way(peer, pair)
+        stream = self._way(peer, self._numbers[pair])
         self.links[peer].incoming.append(Incoming(self.board, stream, inlet))
         return inlet
 
-    def _way(self, peer: int, pair: Pair) -> Stream | Mail:
-        at = peer, self._numbers[pair]
+    def carry_payloads(self, pair: Pair, departures: Any) -> None:
+        """Let the payloads that a staged link's device leaves in host memory go over the wire."""
+        peer = self.processes.of(pair[1])
+        stream = self._way(peer, self._payloads[pair])
+        self.links[peer].outgoing.append(Outgoing(self.board, stream, departures))
+
+    def bring_payloads(self, pair: Pair, arrivals: Any) -> None:
+        """Let them come to where the receiving device expects them."""
+        peer = self.processes.of(pair[0])
+        stream = self._way(peer, self._payloads[pair])
+        self.links[peer].incoming.append(Incoming(self.board, stream, arrivals))
+
+    def _way(self, peer: int, number: int) -> Stream | Mail:
+        at = peer, number
         return self._mails.pop(at) if at in self._mails else self._streams.pop(at)
 
     def start(self) -> None:
@@ -209,6 +231,9 @@ def meet(world: World, on_cuda: bool) -> Meeting:
     processes = Processes(
         tuple(row[3] for row in everyone), tuple(hosts.group(ids, [reach for reach, _ in found]))
     )
+    if on_cuda and len(processes.leaders) > 1:
+        able = tuple(world.gather(_loads_nccl()))
+        processes = replace(processes, nccl=able)
     host = processes.host(world.rank)
     if host != processes.of(world.rank):
         own = _native.Board.open(addresses[host][0], everyone[host][2], world.size)
@@ -216,6 +241,14 @@ def meet(world: World, on_cuda: bool) -> Meeting:
         if processes.host(rank) != host:
             own.place_elsewhere(rank)
     return Meeting(world, processes, own, found[0][1])
+
+
+def _loads_nccl() -> bool:
+    try:
+        _native.cuda.probe_nccl()
+    except RuntimeError:  # `zbpipe doctor` says why
+        return False
+    return True
 
 
 def _same_kind(everyone: list[Any]) -> None:

@@ -227,7 +227,7 @@ API int cudaFree(void* data) {
   if (data == nullptr) return kOk;
   Process& p = process();
   const Allocation* found = p.find(data, 0, "cudaFree of " + hex(data));
-  if (found == nullptr || found->imported) return kInvalidValue;
+  if (found == nullptr || found->imported || found->host) return kInvalidValue;
   int host = p.host();
   p.must_not_be_used(found->buffer, "cudaFree");
   Locked locked(p.universe);
@@ -273,18 +273,33 @@ API int cudaMemsetAsync(void* to, int value, size_t bytes, void* stream) {
 }
 
 API int cudaHostRegister(void* data, size_t bytes, unsigned) {
-  Region region{static_cast<char*>(data), bytes, 0, 0};
-  if (!locate(region.base, region.file, region.offset)) return kInvalidValue;
+  count("cudaHostRegister");
+  auto* base = static_cast<char*>(data);
+  Region region{bytes, 0, 0, {base, bytes, -1, -1, false, true}};
+  if (!locate(base, region.file, region.offset)) return kInvalidValue;
   Process& p = process();
+  region.memory.buffer = p.universe.new_buffer(0, bytes, bytes);
   std::lock_guard<std::mutex> guard(p.mutex);
-  p.regions[region.base] = region;
-  return kOk;
+  return p.regions.emplace(base, region).second ? kOk : kInvalidValue;
 }
 
 API int cudaHostUnregister(void* data) {
+  count("cudaHostUnregister");
   Process& p = process();
-  std::lock_guard<std::mutex> guard(p.mutex);
-  return p.regions.erase(static_cast<char*>(data)) == 1 ? kOk : kInvalidValue;
+  std::unique_lock<std::mutex> guard(p.mutex);
+  auto found = p.regions.find(static_cast<char*>(data));
+  if (found == p.regions.end()) return kInvalidValue;
+  int buffer = found->second.memory.buffer;
+  guard.unlock();
+  p.must_not_be_used(buffer, "cudaHostUnregister");
+  {
+    Locked locked(p.universe);
+    p.universe.must_be_over(p.known, buffer, 0, "cudaHostUnregister");
+    p.universe.buffer(buffer).live = false;
+  }
+  guard.lock();
+  p.regions.erase(static_cast<char*>(data));
+  return kOk;
 }
 
 API int cudaHostGetDevicePointer(void** out, void* data, unsigned) {
@@ -295,7 +310,7 @@ API int cudaHostGetDevicePointer(void** out, void* data, unsigned) {
 API int cudaIpcGetMemHandle(Handle* out, void* data) {
   Process& p = process();
   const Allocation* found = p.find(data, 0, "cudaIpcGetMemHandle");
-  if (found == nullptr || found->imported) return kInvalidValue;
+  if (found == nullptr || found->imported || found->host) return kInvalidValue;
   *out = Handle{p.pid, found->fd, found->buffer, found->whole, {}};
   return kOk;
 }

@@ -30,6 +30,7 @@ API int cuStreamWaitValue32_v2(void* stream, uint64_t address, uint32_t value, u
   if (s->faulty(kSkipWaitValue)) return kOk;
   Op op;
   op.stream = s;
+  op.uses = {word.at};
   op.wait = [word, value] {
     while (true) {
       uint32_t now = __atomic_load_n(word.at, __ATOMIC_ACQUIRE);
@@ -51,13 +52,16 @@ API int cuStreamWriteValue32_v2(void* stream, uint64_t address, uint32_t value, 
   Word word;
   Process& p = process();
   if (flags != 0 || !p.word(address, word)) return kInvalidValue;
+  Stream* s = as_stream(stream);
+  bool early = s->faulty(kWriteEarly);
   Op op;
-  op.stream = as_stream(stream);
-  op.order = [word, value, &p](Clock& clock) {
+  op.stream = s;
+  op.uses = {word.at};
+  op.order = [word, value, early, s, &p](Clock& clock) {
     auto& write = p.universe.flag(word.file, word.offset).history[value % kHistory];
     write.written = true;
     write.value = value;
-    write.clock = clock;
+    write.clock = early ? s->before_last_work : clock;
   };
   op.effect = [word, value] {
     __atomic_store_n(word.at, value, __ATOMIC_RELEASE);

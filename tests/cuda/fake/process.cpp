@@ -26,7 +26,7 @@ struct HostActor {
   ~HostActor() {
     Process* p = current.load();
     if (actor >= 0 && p != nullptr && p->pid == getpid() && epoch == fake::epoch.load())
-      p->universe.release_actor(actor);
+      p->thread_ends(actor);
   }
 };
 thread_local HostActor host_actor;
@@ -157,6 +157,32 @@ void Process::seen(const Clock& clock, bool orders) {
   host_actor.snapshot = nullptr;
 }
 
+void Process::thread_ends(int actor) {
+  {
+    Locked locked(universe);
+    known.join(universe.clock(actor));
+  }
+  universe.release_actor(actor);
+}
+
+void Process::take_over(int buffer, const Clock& clock) {
+  int actor = host();
+  Locked locked(universe);
+  universe.mark_over(clock, buffer);
+  universe.take(actor, buffer);
+  host_actor.snapshot = nullptr;
+}
+
+void Process::tell(const std::function<void(const Clock& clock)>& hand) {
+  int actor = host();
+  Locked locked(universe);
+  Clock& clock = universe.clock(actor);
+  hand(clock);
+  known.join(clock);
+  ++clock.at[actor];
+  host_actor.snapshot = nullptr;
+}
+
 void Process::enqueue(Op op) {
   op.host = host_clock();
   expect(op.uses, 1);
@@ -224,15 +250,24 @@ void Process::must_not_be_used(int buffer, const std::string& what) {
 
 const Allocation* Process::find(const void* data, uint64_t bytes, const std::string& what) {
   auto* at = const_cast<char*>(static_cast<const char*>(data));
+  bytes = std::max<uint64_t>(bytes, 1);  // the end of one mapping is the beginning of the next
   std::lock_guard<std::mutex> guard(mutex);
   auto next = allocations.upper_bound(at);
   if (next != allocations.begin()) {
     const Allocation& found = std::prev(next)->second;
     if (at + bytes <= found.base + found.whole) return &found;
   }
+  if (const Region* registered = region(at, bytes)) return &registered->memory;
   if (!host_reads || (what != kCopyRead && what != kOperation))
     universe.report("no device memory: " + what);
   return nullptr;
+}
+
+const Region* Process::region(const char* at, uint64_t bytes) const {
+  auto next = regions.upper_bound(const_cast<char*>(at));
+  if (next == regions.begin()) return nullptr;
+  const Region& found = std::prev(next)->second;
+  return at + bytes <= found.memory.base + found.bytes ? &found : nullptr;
 }
 
 void Process::access(int actor, const void* data, uint64_t bytes, bool write,
@@ -246,17 +281,19 @@ void Process::access(int actor, const void* data, uint64_t bytes, bool write,
 }
 
 bool Process::word(uint64_t address, Word& out) {
-  std::lock_guard<std::mutex> guard(mutex);
-  if ((address & kDeviceBit) != 0) {
-    auto* at = reinterpret_cast<char*>(address & ~kDeviceBit);
-    auto next = regions.upper_bound(at);
-    if (next != regions.begin()) {
-      const Region& region = std::prev(next)->second;
-      if (at + 4 <= region.base + region.bytes) {
-        out = {region.file, region.offset + static_cast<uint64_t>(at - region.base),
-               reinterpret_cast<uint32_t*>(at)};
-        return true;
-      }
+  // The host's address is none of the device's.
+  return host_word(
+      (address & kDeviceBit) == 0 ? nullptr : reinterpret_cast<void*>(address & ~kDeviceBit), out);
+}
+
+bool Process::host_word(const void* data, Word& out) {
+  auto* at = const_cast<char*>(static_cast<const char*>(data));
+  {
+    std::lock_guard<std::mutex> guard(mutex);
+    if (const Region* found = region(at, 4)) {
+      out = {found->file, found->offset + static_cast<uint64_t>(at - found->memory.base),
+             reinterpret_cast<uint32_t*>(at)};
+      return true;
     }
   }
   universe.report("a flag lies in no registered host memory");

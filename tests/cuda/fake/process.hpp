@@ -35,7 +35,9 @@ struct Event {
 };
 
 /// Kinds of faults that a test can plant, by stream.
-enum Fault { kSkipWaitValue, kSkipWaitEvent, kRecordEarly, kFaults };
+enum Fault { kSkipWaitValue, kSkipWaitEvent, kRecordEarly, kWriteEarly, kFaults };
+/// What threads of the host see in vain.
+enum Blind { kSees, kBlindSaw, kBlindTakes };
 
 struct Queue;
 
@@ -43,7 +45,7 @@ struct Stream {
   int actor = -1;
   Queue* queue = nullptr;
   std::atomic<uint64_t> enqueued{0}, completed{0};
-  Clock before_last_work{};  // for kRecordEarly
+  Clock before_last_work{};  // for kRecordEarly and kWriteEarly
   int fault_at[kFaults];     // which call of that kind misbehaves, from 0; -1 none, -2 all
   int seen[kFaults] = {};
   bool faulty(Fault kind);
@@ -74,11 +76,12 @@ struct Allocation {
   int fd;
   int buffer;
   bool imported;
+  bool host = false;  // registered memory of the host
 };
 
 struct Region {
-  char* base;
   uint64_t bytes, file, offset;
+  Allocation memory;  // as an allocation, which copies read and write
 };
 
 struct Word {
@@ -102,6 +105,8 @@ class Process {
   /// The thread's actor.
   int host();
   std::shared_ptr<const Clock> host_clock();
+  /// A thread's actor is through with everything that it did.
+  void thread_ends(int actor);
   /// The thread takes memory that is known to be free.
   void take(int buffer);
   /// The calling thread has seen that what `clock` says is over. It may then let go of memory; but
@@ -109,14 +114,23 @@ class Process {
   /// is luck, and luck must not hide that an edge is missing.
   void seen(const Clock& clock, bool orders);
 
-  /// The allocation and offset of device memory; reports and returns null where there is none.
+  /// The thread holds the buffer again, of which what `clock` says is over.
+  void take_over(int buffer, const Clock& clock);
+  /// Hands the thread's clock on; what it does next is not in it.
+  void tell(const std::function<void(const Clock& clock)>& hand);
+
+  /// The allocation of memory of the device, or of registered memory of the host; reports and
+  /// returns null where there is none.
   const Allocation* find(const void* data, uint64_t bytes, const std::string& what);
   /// Reports operations to come that use the buffer.
   void must_not_be_used(int buffer, const std::string& what);
   void access(int actor, const void* data, uint64_t bytes, bool write, const std::string& what);
   /// Copies may read the host's memory: no report of a source that is not the device's.
   std::atomic<bool> host_reads{false};
+  std::atomic<int> blind{kSees};
+  /// A flag, at the device's address or at the host's; reports where there is none.
   bool word(uint64_t address, Word& out);
+  bool host_word(const void* at, Word& out);
 
   std::mutex mutex;  // of everything below
   std::condition_variable happened;
@@ -131,6 +145,7 @@ class Process {
   void run(Queue& queue);
   void perform(Op& op);
   void expect(const std::vector<const void*>& uses, int more);
+  const Region* region(const char* at, uint64_t bytes) const;
   int streams_ = 0;
   std::map<int, std::unique_ptr<Queue>> queues_;
 };

@@ -172,6 +172,14 @@ void Universe::let_go(const Clock& known, int index, int home) {
   buffer.home = home + 1;
 }
 
+void Universe::mark_over(const Clock& known, int index) {
+  Buffer& buffer = shared_->buffers[index];
+  for (uint32_t i = 0; i < buffer.logged; ++i) {
+    Access& old = buffer.log[i];
+    if (known.at[old.actor] >= old.time) old.over = true;
+  }
+}
+
 void Universe::take(int actor, int index) {
   Buffer& buffer = shared_->buffers[index];
   uint32_t time = ++shared_->clocks[actor].at[actor];

@@ -88,6 +88,8 @@ class Universe {
   void must_be_over(const Clock& known, int buffer, int pid, const std::string& what);
   /// The host lets go of the buffer: what other streams than `home` did must be known to be over.
   void let_go(const Clock& known, int buffer, int home);
+  /// The host knows that what `known` says is over.
+  void mark_over(const Clock& known, int buffer);
   /// The host, as `actor`, holds the buffer again.
   void take(int actor, int buffer);
   Flag& flag(uint64_t file, uint64_t offset);
