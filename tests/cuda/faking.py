@@ -32,7 +32,8 @@ def compile_fake(folder: Path, *flags: str) -> Path:
     """Compile the fake libcudart into `folder`; raises with the compiler's words."""
     out = folder / "libfakecudart.so"
     # Its calls are its own (-Bsymbolic), also where torch has loaded a real runtime for all.
-    base = "-std=c++17 -O1 -g1 -fPIC -shared -Wl,-Bsymbolic -pthread -Wall -Wextra".split()
+    base = ["-std=c++17", "-O1", "-g1", "-fPIC", "-shared", "-Wl,-Bsymbolic", "-pthread"]
+    base += ["-Wall", "-Wextra"]
     sources = sorted(map(str, SOURCES.glob("*.cpp")))
     done = subprocess.run(
         [os.environ.get("CXX", "c++"), *base, *flags, *sources, "-o", str(out)],

@@ -78,11 +78,10 @@ def wrap(
         local_ranks: ranks that this process drives.
         transport: how messages go from rank to rank. None: the fastest that works for each pair,
             in shared memory ("local" in a process, "shm" or on CUDA "ipc" on a host), else "tcp",
-            or on CUDA "nccl". One of the latter or "torch" (by torch.distributed, with the job's
-            own backend) for all pairs, or {(from, to): "tcp"} for some, of ranks that exchange
-            messages.
-            Which host a rank is on is found out; ZBPIPE_HOST, set to different names, keeps
-            processes apart that could share memory.
+            or on CUDA "nccl" if both processes can load it. One of the latter or "torch" (by
+            torch.distributed, with the job's own backend) for all pairs, or {(from, to): "tcp"}
+            for some, of ranks that exchange messages. Which host a rank is on is found out;
+            ZBPIPE_HOST, set to different names, keeps processes apart that could share memory.
 
     Raises:
         ConfigError, ScheduleError: an argument that cannot be right, or a model that differs

@@ -4,7 +4,8 @@
 
 The executors see ordinary channels. A message is copied into its slot as on one host; from there
 the system takes it, and at the other end puts it into the slot where it is read. Both threads sleep
-without the GIL: for a message, for a place, or on the socket.
+without the GIL: for a message, for a place, or on the socket. Payloads of CUDA ranks that are staged
+in host memory (csrc/cuda/staging.hpp) are carried in the same way, by a second stream.
 """  # noqa: E501 - a picture
 
 from __future__ import annotations
