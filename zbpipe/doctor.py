@@ -253,7 +253,7 @@ def _transports(probe: dict[str, Any] | None, nccl: bool) -> list[Finding]:
         else Finding("transport ipc", False, "needs CUDA devices", "see the CUDA lines above")
     )
     local = Finding("transport local", True, "between ranks of one process")
-    return [local, shm, ipc, _tcp(), _across(ready, nccl)]
+    return [local, shm, ipc, _tcp(), _across(ready, nccl), _by_torch()]
 
 
 def _across(ready: bool, nccl: bool) -> Finding:
@@ -264,6 +264,13 @@ def _across(ready: bool, nccl: bool) -> Finding:
         instead = "payloads go by tcp, through the host's memory, which is slower"
         return Finding(name, False, f"{what}: NCCL is missing; {instead}", "see the lines above")
     return Finding(name, False, f"{what}: needs CUDA devices and NCCL", "see the lines above")
+
+
+def _by_torch() -> Finding:
+    name = "transport torch"
+    if importlib.util.find_spec("torch") is None:
+        return Finding(name, False, "needs torch", "see the line of torch above")
+    return Finding(name, True, 'by the job\'s own backend, for wrap(transport="torch")')
 
 
 def _tcp() -> Finding:

@@ -32,6 +32,8 @@ def test_without_a_runtime_the_cpu_works_and_the_fix_is_said(capsys, monkeypatch
     assert "ZBPIPE_CUDART" in found["CUDA runtime"]["fix"]
     assert {name for name, f in found.items() if f["ok"]} >= {"extension", "torch", "transport shm"}
     assert not found["transport ipc"]["ok"]
+    shown = [name.split()[1] for name in found if name.startswith("transport ")]
+    assert shown == ["local", "shm", "ipc", "tcp", "nccl", "torch"]
 
 
 def test_a_runtime_that_torch_brought_along_is_pointed_to(capsys, monkeypatch, tmp_path):
