@@ -7,6 +7,7 @@ doctor     what `zbpipe doctor` finds
 tests      the tests marked gpu: several ranks on one GPU, in a process and by IPC; graphs
 overhead   what an instruction costs the host, and the device lanes, at p = 1
 flags      one hop between two ranks on one GPU: action's end → stream-written flag → action's start
+transport  messages between two processes on one GPU: by IPC, and staged through the host's memory
 copy       a copy to another rank under a running GEMM, against each alone
 step       a training step at p = 1 against plain PyTorch and torch's own 1F1B
 kernels    dW into fp32 by Triton against cuBLAS, alone and four microbatches in one launch
@@ -105,6 +106,13 @@ def flags() -> dict[str, Any]:
         crew.close()
         out[f"hop_{name}_us"] = statistics.median(hops) * 1e6
     return out
+
+
+def transport(repeats: int = 3) -> dict[str, Any]:
+    """bench/transport.py's figures: microseconds, GB/s."""
+    import transport as between
+
+    return {k: statistics.median(v) for k, v in between.samples(repeats, device=0).items()}
 
 
 def copy() -> dict[str, Any]:
@@ -240,6 +248,7 @@ PARTS: dict[str, tuple[Callable[[], dict[str, Any]], bool]] = {
     "tests": (gpu_tests, True),
     "overhead": (overhead, True),
     "flags": (flags, True),
+    "transport": (transport, True),
     "copy": (copy, True),
     "step": (step, True),
     "kernels": (kernels, True),

@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT / "tests" / "cuda"))
 
 import faking  # noqa: E402 - the fake device's builder lives beside its tests
 
-NEED_A_DEVICE = {"tests", "overhead", "flags", "copy", "step", "kernels"}
+NEED_A_DEVICE = {"tests", "overhead", "flags", "transport", "copy", "step", "kernels"}
 
 
 def check(out: Path, runtime: str, *parts: str) -> tuple[int, dict[str, dict[str, object]]]:
@@ -46,6 +46,18 @@ def test_a_part_that_fails_keeps_no_other_from_running(tmp_path):
     assert results["copy"]["status"] == "failed"
     assert results["overhead"]["gpu"]["native_us"] > 0
     assert math.isfinite(results["flags"]["hop_4b_us"])
+
+
+@pytest.mark.slow
+def test_transports_are_measured_between_processes_on_a_device(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    monkeypatch.setenv("ZBPIPE_CUDART", str(faking.compile_fake(tmp_path)))
+    monkeypatch.setenv("ZBPIPE_FAKE_CUDA", str(tmp_path / "state"))
+    import gpu_check
+
+    found = gpu_check.transport(1)
+    assert len(found) == 15 and min(found.values()) > 0
+    assert {name.split("_")[0] for name in found} >= {"tcp", "torch"}
 
 
 def test_what_computes_runs_on_the_cpu_too(monkeypatch):

@@ -26,13 +26,15 @@ def test_ranks_in_one_process_compute_exactly(name, device):
     relay(World(3, (0, 1, 2)), name, 6, device, SIZES)
 
 
-def separate(rank: int, name: str, device: int | None) -> None:
-    relay(join(None), name, 6, device, SIZES)
+def separate(rank: int, name: str, device: int | None, transport: str | None) -> None:
+    relay(join(None), name, 6, device, SIZES, transport)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_ranks_in_separate_processes_compute_exactly(device):
-    spawned(separate, 2, "zb_h1", device)
+@pytest.mark.parametrize("transport", [None, "tcp", "torch"])
+def test_ranks_in_separate_processes_compute_exactly(device, transport):
+    """By shared memory or IPC; the others are staged through the host's memory on a device."""
+    spawned(separate, 2, "zb_h1", device, transport)
 
 
 @pytest.mark.gpu

@@ -101,11 +101,19 @@ def expected(stages: int, value: float) -> dict[int, float]:
     return out
 
 
-def relay(world: World, name: str, microbatches: int, device: int | None, sizes: list[int]) -> None:
+def relay(
+    world: World,
+    name: str,
+    microbatches: int,
+    device: int | None,
+    sizes: list[int],
+    transport: str | None = None,
+) -> None:
     """Runs with tensors of each of `sizes` elements; raises where a result is not the exact one."""
     programs = compile(build(name, world.size, microbatches))
     devices = None if device is None else dict.fromkeys(world.local, device)
-    crew = Crew(world, 60.0, poison=True, devices=devices)
+    forced = {} if transport is None else dict.fromkeys(programs.slots, transport)
+    crew = Crew(world, 60.0, poison=True, devices=devices, forced=forced)
     crew.connect(programs.slots)
     loaded = crew.load(programs)
     relays = {rank: TorchRelay(crew, programs, rank, device) for rank in world.local}

@@ -15,8 +15,8 @@
 namespace fake {
 
 constexpr int kActors = 160;
-constexpr int kBuffers = 1024, kLog = 160;
-constexpr int kFlags = 1024, kHistory = 16;
+constexpr int kBuffers = 4096, kLog = 160;
+constexpr int kFlags = 4096, kHistory = 16;
 constexpr int kReports = 64, kReportBytes = 256;
 
 struct Clock {
