@@ -214,6 +214,9 @@ Failure Board::stalled(int rank, int64_t timeout_ns) const {
               begin + std::string("this rank has not entered step ") + std::to_string(steps(rank)) +
                   ", where rank " + std::to_string(rank) + " waits"};
   }
+  for (int r = 0; r < ranks_; ++r)  // it did its part, but part of that was on its way
+    if (entry(r).elsewhere && entry(r).state != kLeft && gone(r))
+      return {r, Tag{}, 'd', begin + farewell(r, steps(rank))};
   return {rank, Tag{}, 's',
           begin + std::string("every rank waits for another; do they run the same steps?")};
 }

@@ -167,8 +167,12 @@ zb::Callback as_callback(const py::object& function) {
 /// Starts every job, or says why one cannot start; then the board is aborted.
 std::exception_ptr start_all(Board& board, int rank, const std::vector<Job>& jobs) {
   try {
-    for (const auto& [executor, program, callback] : jobs)
-      executor->start(program, as_callback(callback));
+    for (const auto& [executor, program, callback] : jobs) {
+      zb::Callback call = as_callback(callback);
+      // A device may be waited for, whose streams wait for who needs the lock.
+      py::gil_scoped_release release;
+      executor->start(program, std::move(call));
+    }
   } catch (const std::exception& error) {
     board.abort({rank, Tag{}, 'r', error.what()});
     return std::current_exception();
@@ -193,8 +197,10 @@ bool run(Board& board, int rank, const std::vector<Job>& jobs, int64_t grace) {
   std::exception_ptr error = start_all(board, rank, jobs);
   int64_t deadline = 0;
   for (int slice = 1; !all_joined(jobs, zb::kSliceNs); ++slice) {
-    if (slice % kSlicesPerLook == 0)
+    if (slice % kSlicesPerLook == 0) {
+      py::gil_scoped_release release;
       for (const auto& job : jobs) std::get<0>(job)->supervise();
+    }
     if (!error && PyErr_CheckSignals() != 0) {
       error = std::make_exception_ptr(py::error_already_set());
       board.abort({rank, Tag{}, 'i', "interrupted in step()"});

@@ -282,7 +282,7 @@ def _tcp() -> Finding:
         wire.named_addresses()
     except ConfigError as error:
         detail, _, want = str(error).partition("; ")
-        fix = f"between hosts only: unset it, or name {want.removeprefix('want ')}"
+        fix = f"gloo needs it, too: unset it, or name {want.removeprefix('want ')}"
         return Finding(name, False, detail, fix)
     others = [address for address in wire.local_addresses() if not _loopback(address)]
     if not others:

@@ -228,7 +228,6 @@ void IpcIn::close() {
     uint32_t generation = (*words_)[i].generation.load(std::memory_order_relaxed);
     if (slot.memory) outgrown_.push_back({i, generation, std::move(slot.memory)});
   }
-  slots_.clear();
   int64_t until = now_ns() + kCloseNs;
   for (collect(); !outgrown_.empty() && now_ns() < until; collect()) {
     timespec t = to_timespec(1'000'000);

@@ -104,6 +104,18 @@ std::optional<Parcel> room(Arrivals& arrivals, int slot, size_t header, size_t p
   return arrivals.room(slot, header, payload, carried, static_cast<int64_t>(seconds * 1e9));
 }
 
+/// For Python to hold: lets go without the interpreter's lock, since to give memory back may be to
+/// wait for the device, whose streams may wait for a thread that needs the lock.
+template <class Held>
+std::shared_ptr<Held> held(std::shared_ptr<Held> owner) {
+  Held* raw = owner.get();
+  return std::shared_ptr<Held>(raw, [owner = std::move(owner)](Held*) mutable {
+    if (PyGILState_Check() == 0) return;
+    py::gil_scoped_release release;
+    owner = nullptr;
+  });
+}
+
 /// `Departures` and `Arrivals` have the faces of Outlet and Inlet (transport/python.cpp).
 void bind_staged(py::module_& cuda) {
   py::class_<Departures, std::shared_ptr<Departures>>(cuda, "Departures")
@@ -126,16 +138,20 @@ void bind_staged(py::module_& cuda) {
            }),
            py::arg("board"), py::arg("rank"), py::arg("device"), py::arg("peer"), py::arg("slots"),
            py::arg("ahead"))
-      .def_property_readonly("departures", &StagedOut::departures);
+      .def_property_readonly("departures",
+                             [](const StagedOut& link) { return held(link.departures()); });
   py::class_<StagedIn, InLink, std::shared_ptr<StagedIn>>(cuda, "StagedIn")
       .def(py::init([](std::shared_ptr<Board> board, int rank, int device, int peer, int slots,
                        bool poison) {
-             return std::make_shared<StagedIn>(Runtime::load(), std::move(board), rank, device,
-                                               peer, slots, poison);
+             auto runtime = Runtime::load();
+             OnDevice scope(*runtime, device);
+             return std::make_shared<StagedIn>(runtime, std::move(board), rank, device, peer, slots,
+                                               poison);
            }),
            py::arg("board"), py::arg("rank"), py::arg("device"), py::arg("peer"), py::arg("slots"),
            py::arg("poison") = false)
-      .def_property_readonly("arrivals", &StagedIn::arrivals);
+      .def_property_readonly("arrivals",
+                             [](const StagedIn& link) { return held(link.arrivals()); });
 }
 
 /// What `zbpipe doctor` reports. Raises RuntimeError where no runtime can be loaded.

@@ -12,7 +12,9 @@ Registered::Registered(std::shared_ptr<const Runtime> runtime, const File& file,
     : runtime_(std::move(runtime)), map_(file, 0, bytes) {
   ZB_CUDA(*runtime_, cudaHostRegister(map_.data(), map_.size(), kHostRegisterPortableMapped));
   void* device = nullptr;
-  ZB_CUDA(*runtime_, cudaHostGetDevicePointer(&device, map_.data(), 0));
+  int status = runtime_->cudaHostGetDevicePointer(&device, map_.data(), 0);
+  if (status != kSuccess) (void)runtime_->cudaHostUnregister(map_.data());
+  runtime_->check(status, "cudaHostGetDevicePointer");
   device_ = reinterpret_cast<uint64_t>(device);
 }
 

@@ -94,12 +94,14 @@ void Runtime::forget() const { (void)cudaGetLastError(); }
 
 OnDevice::OnDevice(const Runtime& runtime, int device) : runtime_(runtime) {
   ZB_CUDA(runtime_, cudaGetDevice(&before_));
+  if (before_ == device) return;
   ZB_CUDA(runtime_, cudaSetDevice(device));
+  changed_ = true;
 }
 
 OnDevice::~OnDevice() {
   // The former device was current before: it can be made so again, and a destructor cannot throw.
-  (void)runtime_.cudaSetDevice(before_);
+  if (changed_) (void)runtime_.cudaSetDevice(before_);
 }
 
 }  // namespace zb::cuda

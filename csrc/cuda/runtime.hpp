@@ -63,6 +63,7 @@ class OnDevice {
  private:
   const Runtime& runtime_;
   int before_ = 0;
+  bool changed_ = false;
 };
 
 }  // namespace zb::cuda

@@ -83,8 +83,9 @@ void StagedIn::collect() {
 void StagedIn::close() {
   if (closed_) return;
   slots_.clear();
-  collect();
-  arrivals_ = nullptr;
+  outgrown_.clear();
+  // What the carrier may be at, an outgrown buffer among it, goes with the later of the two.
+  std::atomic_store(&arrivals_, std::shared_ptr<Arrivals>());
   closed_ = true;
 }
 

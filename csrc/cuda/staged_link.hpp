@@ -63,7 +63,10 @@ class StagedIn : public InLink {
   bool held(int slot) const override { return slots_.at(slot).held; }
   void release(Stream stream, int slot) override;
   char* payload(int slot) const override { return slots_.at(slot).memory.get(); }
-  void abort() override { arrivals_->abort(); }
+  /// From any thread, also while another one closes.
+  void abort() override {
+    if (auto arrivals = std::atomic_load(&arrivals_)) arrivals->abort();
+  }
   void collect() override;
   void close() override;
 

@@ -78,7 +78,7 @@ class Departures : public Depot {
   /// Enqueues the copy of the message into `buffer`, and hands it to the carrier.
   void fill(Stream stream, HostBuffer& buffer, int slot, const Message& message);
   /// Lets go of what was outgrown; only when the streams have drained.
-  void collect() { outgrown_.clear(); }
+  void collect();
 
   // For the carrier, as Outlet's:
   /// The next message, once the device has copied it.
@@ -98,7 +98,7 @@ class Departures : public Depot {
   std::shared_ptr<const Runtime> runtime_;
   int device_;
   size_t slots_, ahead_;
-  size_t held_ = 0;  // bytes, of all buffers
+  size_t held_ = 0;  // bytes, of all buffers, outgrown ones among them
   std::vector<std::unique_ptr<HostBuffer>> buffers_, outgrown_;
   mutable std::mutex mutex_;  // of the loads
   std::deque<Load> loads_;
@@ -125,7 +125,7 @@ class Arrivals : public Depot {
   void wait(Stream stream, int slot, unsigned flags) const;
   /// Enqueues that it has been copied to where it is read.
   void emptied(Stream stream, int slot) const;
-  /// Lets go of what was outgrown; only when the streams have drained.
+  /// Lets go of what was outgrown; only when the streams have drained and all has been carried.
   void collect() { outgrown_.clear(); }
   /// Lets every wait be over. From any thread.
   void abort() const;

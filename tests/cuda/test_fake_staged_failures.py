@@ -6,19 +6,21 @@ import os
 import signal
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 from beside import beside
-from faking import Fake, Gate, cuda_crew, run_relays, threads
+from faking import DeviceRelay, Fake, Gate, cuda_crew, run_relays, threads
 
 from crews import forked, named, shared_files
 from replaying import make
 from zbpipe.errors import ConfigError, StageError
 from zbpipe.program import compile
 from zbpipe.runtime.executor import Crew, Loaded
+from zbpipe.runtime.link import Link
 from zbpipe.runtime.world import World
-from zbpipe.schedule.core import Action
+from zbpipe.schedule.core import Action, Schedule
 
 PROGRAMS = compile(make("1f1b", 3, 4))
 WHERE = Action(1, "F", 1)
@@ -93,6 +95,77 @@ def test_a_killed_peer_is_named(fake):
     last.get()
 
 
+def test_a_buffer_that_was_outgrown_stays_as_long_as_a_carrier_is_at_it(fake, monkeypatch) -> None:
+    """The host has enqueued a larger message in the slot, and an error ends the run meanwhile."""
+    device = fake(8)
+    programs = compile(make("forward_only", 2, 8), forward_only=True)
+    slots = programs.slots[0, 1]
+    crew, loaded = beside(programs, monkeypatch)
+    small = [1000] * slots + [100_000] * slots
+    monkeypatch.setattr(DeviceRelay, "size", lambda self, action: small[action.microbatch])
+    links = crew._meeting.links
+    sends, receives = links[0].outgoing[-1].stream, links[1].incoming[-1].stream
+    real_send, real_receive = sends.send, receives.receive_payload
+    begun, ended = threading.Event(), threading.Event()
+
+    def send(*parts: Any) -> None:
+        real_send(parts[0])
+        if len(parts) > 1:
+            assert ended.wait(20)
+            real_send(*parts[1:])
+
+    def receive(into: Any) -> None:
+        begun.set()
+        real_receive(into)
+
+    monkeypatch.setattr(sends, "send", send)
+    monkeypatch.setattr(receives, "receive_payload", receive)
+    # The other host is slow to hear of the error: no stream is severed before executors stop.
+    monkeypatch.setattr(Link, "_warn", lambda self: ended.wait(20))
+
+    def fail(action: Action) -> None:
+        if action == Action(1, "F", slots + 1):
+            assert begun.wait(20)
+            raise ValueError("boom")
+
+    with pytest.raises(StageError):
+        run_relays(device, crew, loaded, range(1), at=fail, passes=0.0)
+    for executor in crew.executors.values():
+        executor.stop()
+    ended.set()
+    crew.close()
+    nothing_is_left(device)
+
+
+def lost_after_its_step(world: World, device: Fake) -> StageError | None:
+    """Rank 1 is through with its step, and dies before its last payloads have been carried off."""
+    os.environ["ZBPIPE_HOST"] = f"host {world.rank}"
+    crew, loaded = cuda_crew(world, compile(make("1f1b", 2, 2)), 3.0, transport="tcp")
+    sizes = {"smallest": 1000}
+    run_relays(device, crew, loaded, range(1), **sizes)
+    if world.rank == 1:
+        (link,) = crew._meeting.links.values()
+        stream = link.outgoing[-1].stream
+        stream.send = lambda *_: time.sleep(60)
+    world.gather(None)
+    caught = None
+    try:
+        run_relays(device, crew, loaded, range(1, 2), **sizes)
+        os.kill(os.getpid(), signal.SIGKILL)
+    except StageError as error:
+        caught = error
+    crew.close()
+    return caught
+
+
+def test_a_peer_that_dies_with_payloads_on_their_way_is_named(fake) -> None:
+    waits, dead = forked(lost_after_its_step, 2, fake(8))
+    assert dead.exitcode == -signal.SIGKILL
+    error = waits.get()
+    assert error.rank == 1
+    assert "on another host, died, or the connection to it broke" in error.cause
+
+
 def severed(world: World, device: Fake, side: int) -> str:
     """The connection breaks by which rank 0 sends payloads to rank 1, as seen from `side`."""
     crew, loaded = apart(world)
@@ -148,14 +221,24 @@ def test_an_action_that_hangs_on_the_device_is_named(fake):
 def late(world: World, device: Fake) -> None:
     """Rank 0 is through, and closes, while rank 1's device stands still."""
     os.environ["ZBPIPE_HOST"] = f"host {world.rank}"
-    programs = compile(make("forward_only", 2, 6), forward_only=True)
+    rows = tuple(tuple(Action(stage, "F", i) for i in range(6)) for stage in range(2))
+    programs = compile(Schedule(rows, 6, (0, 1)), forward_only=True)
     crew, loaded = cuda_crew(world, programs, transport="tcp")
     run_relays(device, crew, loaded, range(2))
     gate = Gate(device)
+    (other,) = [peer for peer in world.peers if peer is not None]
+
+    def open_late() -> None:
+        assert other[0].poll(60) and other[0].recv() == "closes"
+        time.sleep(0.3)
+        gate.open()
+
     if world.rank == 1:
         gate.hold(crew.executors[1].stream(0))
-        threading.Timer(0.5, gate.open).start()
+        threading.Thread(target=open_late, daemon=True).start()
     run_relays(device, crew, loaded, range(2, 3))
+    if world.rank == 0:
+        other[1].send("closes")
     crew.close()
     assert device.calls("cudaHostRegister") == device.calls("cudaHostUnregister") + 1  # the gate's
     assert device.reports() == threads() == shared_files() == []

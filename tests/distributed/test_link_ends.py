@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -47,6 +48,24 @@ def test_all_links_say_that_they_end_before_an_answer_is_awaited(monkeypatch) ->
     assert python_threads() == []
     for _, far in pairs:
         far.close()
+
+
+def test_what_a_late_thread_uses_is_given_back_when_it_ends() -> None:
+    """A backend of torch.distributed may hold a thread for longer than a close waits."""
+    near, far = _linked(_native.Board.create(2))
+    near._end()
+    goes = threading.Event()
+    late = threading.Thread(target=goes.wait, args=(_HANG_S,))
+    late.start()
+    near._threads.append(late)
+    near.free(time.monotonic())
+    assert near._stream._socket.fileno() != -1
+    goes.set()
+    until = time.monotonic() + _HANG_S
+    while near._stream._socket.fileno() != -1 or python_threads():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    far.close()
 
 
 def test_a_link_whose_threads_do_not_start_is_ended(monkeypatch) -> None:

@@ -19,7 +19,8 @@ from torch import nn
 
 import zbpipe
 from cases import WIDTH, mse, regression
-from zbpipe.errors import ConfigError
+from zbpipe.errors import ConfigError, StageError
+from zbpipe.runtime import mail as mail_module
 from zbpipe.runtime.mail import Mail, Post
 from zbpipe.runtime.wire import Stream
 
@@ -80,40 +81,115 @@ def _severed(rank: int, ends: Any, waits: str, size: int) -> str:
 
 @pytest.mark.parametrize("size", [10, 64 << 20])
 @pytest.mark.parametrize("waits", ["send", "receive"])
-def test_whoever_waits_for_bytes_is_woken(tmp_path, waits, size) -> None:
+@pytest.mark.parametrize("interfaces", ["lo", "lo,lo"])
+def test_whoever_waits_for_bytes_is_woken(tmp_path, monkeypatch, waits, size, interfaces) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
     words, _ = everyone(on_hosts(tmp_path, _severed, "ab", connection(), waits, size))
     assert "closure" in words  # of the pair, in gloo's words
 
 
 def _dies(rank: int, ends: Any, how: int) -> str:
     """Rank 1 ends, or stands still, with part of a long message under way."""
+    pids: list[Any] = [None, None]
+    dist.all_gather_object(pids, os.getpid())
     mail = mail_of(rank, ends, 2.0)
     memory = bytearray(512 << 20)
     if rank == 1:
-        threading.Timer(0.02, os.kill, (os.getpid(), how)).start()
+        real = dist.isend
+
+        def isend(*args: Any, **kwargs: Any) -> Any:
+            work = real(*args, **kwargs)
+            os.kill(os.getpid(), how)
+            time.sleep(_HANG_S)
+            return work
+
+        dist.isend = isend
         mail.send(b"head", memory)
-        time.sleep(_HANG_S)
     head = bytearray(4)
     mail.receive(head)
     words = said(lambda: mail.receive_payload(memory))
     if how == signal.SIGSTOP:
-        os.kill(int(os.environ["PEER"]), signal.SIGKILL)
+        os.kill(pids[1], signal.SIGKILL)
     mail.close()
     return words
 
 
-def _with_pid(rank: int, *args: Any) -> str:
-    pids: list[Any] = [None, None]
-    dist.all_gather_object(pids, os.getpid())
-    os.environ["PEER"] = str(pids[1 - rank])
-    return _dies(rank, *args)
-
-
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_bytes_that_stop_on_the_way_are_given_up(tmp_path, how) -> None:
-    waits, dead = on_hosts(tmp_path, _with_pid, "ab", connection(), how)
+    waits, dead = on_hosts(tmp_path, _dies, "ab", connection(), how)
     assert dead.exitcode == -signal.SIGKILL
     assert waits.get()  # in gloo's words: a reset, an end, or its time
+
+
+def _freezes(rank: int) -> tuple[int, str]:
+    """Rank 1 stands still with bytes on their way, while rank 0 still has much to do."""
+    pids: list[Any] = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+    busy = [0.0]
+
+    class Slow(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            time.sleep(busy[0])
+            return x * 1.0
+
+    model = [Slow(), *layers()]
+    pipe = zbpipe.wrap(
+        model, 8, "gpipe", loss_fn=mse, transport="torch", timeout=2.0, partition=[2, 1]
+    )
+    pipe.step(X, target=Y)
+    barrier()
+    if rank == 1:
+        real = dist.irecv
+
+        def irecv(*args: Any, **kwargs: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(_HANG_S)
+            return real(*args, **kwargs)
+
+        dist.irecv = irecv
+    busy[0] = 0.7
+    with pytest.raises(StageError) as raised:
+        pipe.step(X, target=Y)
+    os.kill(pids[1], signal.SIGKILL)
+    pipe.close()
+    return raised.value.rank, raised.value.cause
+
+
+def test_a_peer_that_stands_still_within_a_message_is_named(tmp_path) -> None:
+    waits, _ = on_hosts(tmp_path, _freezes, "ab")
+    rank, cause = waits.get()
+    assert rank == 1
+    assert "nothing is heard of this rank" in cause
+
+
+def test_a_message_goes_in_parts(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(mail_module, "_PART", 1000)
+    assert everyone(on_hosts(tmp_path, _in_parts, "ab", connection())) == [0, 11]
+
+
+def _in_parts(rank: int, ends: Any) -> int:
+    """How many there were."""
+    mail, count = mail_of(rank, ends, 20.0), 0
+    content = bytes(range(256)) * 40
+    if rank == 0:
+        mail.send(b"head", memoryview(bytearray(content)))
+    else:
+        real = dist.irecv
+
+        def irecv(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            return real(*args, **kwargs)
+
+        dist.irecv = irecv
+        got = bytearray(len(content))
+        mail.receive(bytearray(4))
+        mail.receive_payload(got)
+        dist.irecv = real
+        assert got == content
+    barrier()
+    mail.close()
+    return count
 
 
 def test_without_a_job_there_is_no_mail() -> None:

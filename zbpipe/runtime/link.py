@@ -157,7 +157,15 @@ class Link:
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
         if any(thread.is_alive() for thread in self._threads):
-            return  # what it uses stays
+            # What it uses stays until then.
+            later = threading.Thread(target=self._give_back, name="zbpipe give back", daemon=True)
+            later.start()
+        else:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        for thread in self._threads:
+            thread.join()
         streams = self._streams()
         self._threads.clear()
         self.outgoing.clear()
@@ -221,8 +229,15 @@ class Link:
             while time.monotonic() < until:
                 if self._ended() or self._board.watch(_SLICE_S):
                     return  # that explains it
-            rank, route = one.route(self._peers)
-            self._board.abort(rank, cause="d", message=f"the connection {route} broke: {error}")
+            if time.monotonic() - self._heard > _NEWS_S:
+                said = "nothing is heard of this rank, which is in another process"
+                self._board.abort(self._peers[0], cause="s", message=said)
+                return
+            # Whoever knows of a peer that has fallen silent says so first.
+            if not self._board.watch(_NEWS_S) and not self._ended():
+                rank, route = one.route(self._peers)
+                message = f"the connection {route} broke: {error}"
+                self._board.abort(rank, cause="d", message=message)
 
     def _ended(self) -> bool:
         """Whether the link ends already, for a reason that is known or that `_listen` finds."""

@@ -4,16 +4,18 @@
     receiver            ◀═══ "go": a place    irecv
 
 Heads (═) go over a connection of our own, so that nobody waits inside torch.distributed except for
-bytes that are on their way: a wait in there ends with the bytes, or after `timeout` seconds.
+bytes that are on their way, in parts: a wait in there ends with the part, or after `timeout`
+seconds. gloo's are woken when the mail is severed, unless the peer died within a part.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +25,9 @@ from ..errors import ConfigError
 from .wire import Stream
 
 _GO = b"!"
+# So that the time of a wait says something of the network's speed; large enough to fill it.
+_PART = 16 << 20
+_LONGEST = timedelta(days=1)
 _JOIN_TIMEOUT = timedelta(seconds=120)
 
 
@@ -36,7 +41,7 @@ def cpu_backend() -> str:
 class Post:
     """A process group of one pipeline's own, given back with the last of its Mails.
 
-    Not the job's group: whoever gives up waiting in gloo closes the connection to that peer.
+    Not the job's group: whoever gives up waiting in gloo closes the group's connections.
     """
 
     def __init__(self) -> None:
@@ -47,10 +52,12 @@ class Post:
         self.group = dist.new_group(backend=self.backend, timeout=_JOIN_TIMEOUT)
         self._pid = os.getpid()
         self._mails = 1  # and the one who hands them out, until `seal`
+        self._lock = threading.Lock()
 
     def mail(self, stream: Stream, peer: int, number: int, timeout: float) -> Mail:
         """The way of one channel's messages; `stream` for its heads. `number`: from 1."""
-        self._mails += 1
+        with self._lock:
+            self._mails += 1
         return Mail(self, stream, peer, number, timeout)
 
     def seal(self) -> None:
@@ -58,8 +65,10 @@ class Post:
         self.leave()
 
     def leave(self) -> None:
-        self._mails -= 1
-        if self._mails == 0:
+        with self._lock:
+            self._mails -= 1
+            last = self._mails == 0
+        if last:
             self.close()
 
     def close(self) -> None:
@@ -76,21 +85,19 @@ class Mail:
     def __init__(self, post: Post, stream: Stream, peer: int, number: int, timeout: float) -> None:
         self._post, self._stream = post, stream
         self._peer, self._tag = peer, number
-        self._timeout = timedelta(seconds=timeout)
+        # gloo counts milliseconds, and takes none of them for no limit.
+        seconds = min(max(timeout, 0.001), _LONGEST.total_seconds())
+        self._timeout = timedelta(seconds=seconds)
         self._lock = threading.Lock()
         self._severed = self._waiting = False
 
     def send(self, head: Any, *payload: Any) -> None:
         """Send a head, and when the peer has a place for the bytes of `payload`, those."""
         self._stream.send(head)
-        for part in payload:
-            if memoryview(part).nbytes:
+        for memory in payload:
+            if memoryview(memory).nbytes:
                 self._stream.receive(bytearray(_GO))
-                with self._bounded():
-                    work = dist.isend(
-                        _tensor(part), group=self._post.group, group_dst=self._peer, tag=self._tag
-                    )
-                    _wait(work, self._timeout)
+                self._each(memory, partial(dist.isend, group_dst=self._peer))
 
     def receive(self, into: Any) -> None:
         """Fill `into` with the next head."""
@@ -100,11 +107,12 @@ class Mail:
         """Fill `into` with the bytes that belong to the last head."""
         if memoryview(into).nbytes:
             self._stream.send(_GO)
+            self._each(into, partial(dist.irecv, group_src=self._peer))
+
+    def _each(self, memory: Any, move: Callable[..., dist.Work | None]) -> None:
+        for part in torch.frombuffer(memory, dtype=torch.uint8).split(_PART):
             with self._bounded():
-                work = dist.irecv(
-                    _tensor(into), group=self._post.group, group_src=self._peer, tag=self._tag
-                )
-                _wait(work, self._timeout)
+                _wait(move(part, group=self._post.group, tag=self._tag), self._timeout)
 
     @contextmanager
     def _bounded(self) -> Iterator[None]:
@@ -128,24 +136,20 @@ class Mail:
             self._wake()
 
     def _wake(self) -> None:
-        """Wake whoever waits for the peer: gloo does, when somebody's time is up."""
+        """Wake whoever waits: gloo does, when somebody's time is up in the same context.
+
+        It has one for each of its network interfaces, and the tag says which.
+        """
         with suppress(RuntimeError, ValueError):
-            work = dist.irecv(
-                torch.empty(1, dtype=torch.uint8),
-                group=self._post.group,
-                group_src=self._peer,
-                tag=0,
-            )
+            nothing = torch.empty(1, dtype=torch.uint8)
+            group, tag = self._post.group, self._tag
+            work = dist.irecv(nothing, group=group, group_src=self._peer, tag=tag)
             _wait(work, timedelta(milliseconds=1))
 
     def close(self) -> None:
         """Give everything back, when nobody uses it any more."""
         self._stream.close()
         self._post.leave()
-
-
-def _tensor(memory: Any) -> torch.Tensor:
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _wait(work: dist.Work | None, timeout: timedelta) -> None:
