@@ -7,6 +7,8 @@ import json
 import socket
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import pytest
 
@@ -40,7 +42,11 @@ def test_a_runtime_that_torch_brought_along_is_pointed_to(capsys, monkeypatch, t
     library = tmp_path / "nvidia" / "cu13" / "lib" / "libcudart.so.13"
     library.parent.mkdir(parents=True)
     library.touch()
-    monkeypatch.syspath_prepend(tmp_path)
+    # A torch for CUDA may have imported a package of that name already.
+    package = ModuleType("nvidia")
+    package.__spec__ = ModuleSpec("nvidia", None, is_package=True)
+    package.__spec__.submodule_search_locations = [str(tmp_path / "nvidia")]
+    monkeypatch.setitem(sys.modules, "nvidia", package)
     monkeypatch.setenv("ZBPIPE_CUDART", NOWHERE["ZBPIPE_CUDART"])
     _, found, _ = findings(capsys)
     assert str(library) in found["CUDA runtime"]["fix"]
