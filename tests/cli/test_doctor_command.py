@@ -133,10 +133,10 @@ def test_an_interface_that_is_not_there_is_told_of(monkeypatch, capsys, given):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", given)
     status, found, told = findings(capsys)
     tcp = found["transport tcp"]
-    assert (status, told["cpu"], tcp["ok"]) == (0, True, False)  # between hosts only
+    assert (status, told["cpu"], tcp["ok"]) == (0, True, False)
     assert f"GLOO_SOCKET_IFNAME = {given!r}: the network interface eht0 is not th" in tcp["detail"]
     first, _, there = tcp["fix"].partition("unset it, or name one with an address, of ")
-    assert first == "between hosts only: "
+    assert first == "gloo needs it, too: "
     assert there.split(", ") == [name for _, name in socket.if_nameindex()]
 
 
