@@ -65,11 +65,6 @@ def sleeping(rank: int, sleeps: Sleeps, out: str) -> None:
         Path(out).write_text(json.dumps(found))
 
 
-def carrying(rank: int, repeats: int, out: str) -> None:
-    """One rank of the transport's figures; rank 0 writes what all measured to `out`."""
-    transport.measure(rank, out, repeats)
-
-
 def compare(rows: dict[str, Row]) -> Row:
     """The two ratios: the fastest by its median, then the median of the rounds' own ratios."""
     best, best_torch = fastest(rows, ZBPIPE), fastest(rows, TORCH)
@@ -123,7 +118,7 @@ def main() -> int:
     print(f"best: {found['best']} against {found['torch_best']}")
     virtual = run(sleeping, sleeps.ranks, sleeps)
     show_virtual(virtual)
-    carried = run(carrying, 2, repeats)
+    carried = transport.samples(repeats)
     show_transport(carried)
     result = {
         "ratio_vs_torch_1f1b": found["ratio_vs_torch_1f1b"],

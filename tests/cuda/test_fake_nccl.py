@@ -43,7 +43,7 @@ def given_back(device: Fake) -> bool:
     return device.calls("ncclCommInitRankConfig") == ended
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.sampled_from(NAMES),
     st.integers(1, 4),

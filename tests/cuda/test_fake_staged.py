@@ -54,7 +54,7 @@ def registered(device: Fake) -> int:
     return device.calls("cudaHostRegister") - device.calls("cudaHostUnregister")
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.sampled_from(NAMES),
     st.integers(1, 4),

@@ -15,7 +15,7 @@ from crews import Outcome, forked
 from zbpipe import ConfigError
 
 _HANG_S = 60.0  # guard
-_PATIENCE_S = 5.0  # with ranks that may have been killed
+_PATIENCE_S = 2.0  # with ranks that may have been killed
 
 
 def _joined(world: Any, fn: Callable[..., Any], path: str, hosts: str, args: Any) -> Any:

@@ -155,6 +155,7 @@ def _freezes(rank: int) -> tuple[int, str]:
     return raised.value.rank, raised.value.cause
 
 
+@pytest.mark.slow
 def test_a_peer_that_stands_still_within_a_message_is_named(tmp_path) -> None:
     waits, _ = on_hosts(tmp_path, _freezes, "ab")
     rank, cause = waits.get()

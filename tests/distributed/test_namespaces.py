@@ -133,8 +133,12 @@ class Job:
 
 @pytest.mark.parametrize(
     ("apart", "hosts", "transport"),
-    [(True, "", "tcp"), (False, "ab", "tcp"), (False, "", "shm"), (True, "", "torch")],
-    ids=["pid-namespaces", "named-hosts", "shared-memory", "torch"],
+    [
+        pytest.param(True, "", "tcp", id="pid-namespaces"),
+        pytest.param(False, "ab", "tcp", id="named-hosts", marks=pytest.mark.slow),
+        pytest.param(False, "", "shm", id="shared-memory"),
+        pytest.param(True, "", "torch", id="torch"),
+    ],
 )
 def test_two_networks_make_one_pipeline(cable, tmp_path, apart, hosts, transport) -> None:
     how = "trains_by_torch" if transport == "torch" else "trains"
@@ -158,8 +162,11 @@ def test_two_networks_make_one_pipeline(cable, tmp_path, apart, hosts, transport
 
 @pytest.mark.parametrize(
     ("apart", "how"),
-    [(True, "until_cut"), (False, "until_cut"), (True, "until_cut_by_torch")],
-    ids=["pid-namespaces", "named-hosts", "torch"],
+    [
+        pytest.param(True, "until_cut", id="pid-namespaces"),
+        pytest.param(False, "until_cut", id="named-hosts", marks=pytest.mark.slow),
+        pytest.param(True, "until_cut_by_torch", id="torch"),
+    ],
 )
 def test_a_cable_that_is_cut_in_a_step_is_an_error_on_both_ends(
     cable, tmp_path, apart, how

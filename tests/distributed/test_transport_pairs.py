@@ -91,7 +91,8 @@ def _trains(rank: int, model: str, schedule: str, pair: tuple[int, int]) -> tupl
     [
         ("layers", "1f1b", (1, 2)),
         ("layers", "interleaved", (2, 0)),  # from the last rank's chunk to the first's next
-        ("llama-tied", "zb_h1", (0, 2)),  # the shared matrix's gradient
+        # The shared matrix's gradient.
+        pytest.param("llama-tied", "zb_h1", (0, 2), marks=pytest.mark.slow),
     ],
 )
 def test_every_pair_with_a_channel_may_have_a_transport(tmp_path, model, schedule, pair) -> None:

@@ -21,6 +21,7 @@ def test_every_case_runs_on_the_cpu_and_on_the_fake_device(driver):
     assert sanitize.run(*driver) == []
 
 
+@pytest.mark.slow
 def test_the_driver_sees_messages_that_are_mixed_up(driver, tmp_path):
     words = sanitize.text_of(compile(build("gpipe", 2, 3))).split()
     # The slot of rank 0's first send: 0 → 1 F0 goes where F1 should.
